@@ -1,6 +1,6 @@
 """Validation of reports and their updates; the daemon and the simulator accept the same reports.
 
-A report names an assignment (`Assignment.kind`), a number of examples, metrics, and the digest of an update if the
+A report names an assignment, a number of examples, metrics, and the digest of an update if the
 client trained. An update's file must begin with exactly the header of its base version; an encoded one with the lines
 that follow from the job's codec and that header (`fedplat.codecs.container`). A different header is parsed only for the
 message of the refusal. The coordinator compares norms and weights with those of other clients (`rounds.influence`).
@@ -23,7 +23,7 @@ from fedplat.errors import CodecError, FlowerError, ModelError, PluginError, Sec
 from fedplat.flower import layout
 from fedplat.model import Blocks, ModelFile, Parameters, Schema, header, is_finite
 from fedplat.model.steps import FlatModel
-from fedplat.rounds.states import AttemptKind, Reason
+from fedplat.rounds.states import Reason
 from fedplat.rounds.transition import ACCEPTED, Verdict
 from fedplat.secure_aggregation import encoding
 from fedplat.secure_aggregation.setup import Setup
@@ -35,22 +35,18 @@ _SPARE_HEADER_BYTES = 64 * 2**10
 
 
 def validate_claims(
-    rule: Rule,
-    kind: AttemptKind,
+    rule: Rule | None,
     num_examples: float,
     metrics: Mapping[str, float],
-    digest: str = "",
     limits: MetricLimits = claims.DEFAULT_LIMITS,
 ) -> Verdict:
-    """Validate the numbers of a report for an assignment of this kind; `rule` is the job's."""
+    """Validate the numbers of a report; `rule` is that of the job for an update, None for an evaluation."""
     if problem := claims.check_examples(num_examples):
         return Verdict(Reason.REJECTED_WEIGHT, problem)
     if problem := claims.check_metrics(metrics, limits):
         return Verdict(Reason.REJECTED_METRICS, problem)
-    if kind is AttemptKind.TRAIN and (problem := describe_metrics_problem(rule, metrics)):
+    if rule is not None and (problem := describe_metrics_problem(rule, metrics)):
         return Verdict(Reason.REJECTED_METRICS, problem)
-    if kind is AttemptKind.EVALUATE and digest:
-        return Verdict(Reason.REJECTED_DIGEST, "an evaluation has no update")
     return ACCEPTED
 
 

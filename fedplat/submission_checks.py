@@ -7,9 +7,9 @@ from fedplat.config import user_code
 from fedplat.config.plugins import has_absent, name_of
 from fedplat.config.toml import format_value
 from fedplat.errors import FedplatError, JobFileError, ModelError, PluginError, UserCodeError
-from fedplat.gossip.steps import MAX_SILOS
 from fedplat.job import JobSpec, build_rule
 from fedplat.model import Parameters
+from fedplat.rounds.protocols.base import find_training
 
 MAX_JOB_FILE_BYTES = 1 << 18
 MAX_MODEL_BYTES = 64 << 30
@@ -29,11 +29,8 @@ def check_job(spec: JobSpec) -> None:
             f"config.algorithm = {format_value(algorithm)}: a job cannot name code of a client; expected the name of "
             "an algorithm, which clients add with --plugin algorithms.NAME"
         )
-    if spec.gossip is not None and spec.selection.goal > MAX_SILOS:
-        raise JobFileError(
-            f"selection.goal = {spec.selection.goal}: a server coordinates at most {MAX_SILOS} silos of a "
-            "decentralised job; simulate larger ones (fedplat simulate JOB.toml)"
-        )
+    if problem := find_training(spec).refuse_server(spec):
+        raise JobFileError(problem)
 
 
 def check_initial_model(parameters: Parameters, spec: JobSpec) -> None:

@@ -102,6 +102,14 @@ def describe_step(progress: admin_pb2.AttemptProgress) -> str:
     return f"{step.num_done:,} of {format_count(step.num_wanted, 'client')} {_STEPS[step.phase]}"
 
 
+def list_facts(attempt: admin_pb2.Round) -> dict[str, str]:
+    """Return the other numbers that an attempt has as texts, by their names."""
+    facts: dict[str, str] = {}
+    if attempt.num_survivors:
+        facts["unmasked"] = f"sums of at least {format_count(attempt.num_survivors, 'update')}"
+    return facts
+
+
 def _open(attempt: admin_pb2.Round) -> str:
     """Summarize an open attempt."""
     lost = attempt.late + attempt.failed + attempt.rejected + attempt.dropped

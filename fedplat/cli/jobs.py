@@ -28,6 +28,7 @@ from fedplat.cli.session import (
 )
 from fedplat.errors import FedplatError, JobFileError, MissingExtraError
 from fedplat.job import JobSpec, calibrate, warnings
+from fedplat.rounds.protocols.base import find_training
 from fedplat.simulation.scenario import feasible
 from fedplat.simulation.scenario import file as simulation_file
 from fedplat.simulation.scenario import schema as job_schema
@@ -119,22 +120,10 @@ def check_job(context: typer.Context, file: FileArgument, as_json: JsonOption = 
             return
         output.line(
             f"{file} is a valid job: {spec.name}, {format_count(spec.rounds, 'round')} for population "
-            f"{spec.population}, {_describe_cohort(spec)}; "
+            f"{spec.population}, {find_training(spec).describe_cohort(spec)}; "
             f"its model has {format_count(len(schema.tensors), 'tensor')} ({formats.size(schema.file_size_bytes)})"
         )
         _warn(output, submission)
-
-
-def _describe_cohort(spec: JobSpec) -> str:
-    """Return how many clients take part in a round, in the words of the job's mode."""
-    if spec.gossip is not None:
-        least, most = spec.selection.minimum, spec.selection.goal
-        silos = format_count(most, "silo")
-        return f"{silos} in each" if least == most else f"{least} to {silos} in each"
-    reports = format_count(spec.selection.goal, "report")
-    if spec.buffered is not None:
-        return f"{format_count(spec.num_wanted, 'client')} at work and {reports} needed in each"
-    return f"{format_count(spec.num_wanted, 'client')} assigned and {reports} needed in each"
 
 
 @app.command("schema")

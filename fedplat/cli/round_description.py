@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fedplat.admin.funnel import largest_loss
+from fedplat.admin.funnel import largest_loss, list_facts
 from fedplat.cli import assignments, formats, funnel, watch
 from fedplat.cli.output import Output, to_record
 from fedplat.cli.session import CommandSession, FormatOption, JobArgument, JsonOption, ServerOption, session
@@ -103,9 +103,7 @@ def _print(
     }
     if attempt.HasField("progress"):
         fields["progress"] = formats.progress(attempt.progress)
-    if attempt.num_survivors:
-        fields["unmasked"] = f"sums of at least {format_count(attempt.num_survivors, 'update')}"
-    output.fields(fields)
+    output.fields(fields | list_facts(attempt))
     print_funnel(output, attempt)
     print_reasons(output, found)
     if lost:

@@ -1,19 +1,17 @@
-"""What a silo and the server say to each other in a decentralised job, as JSON, and what a silo has to do now.
+"""What a silo and the server say to each other in a step of a decentralised job, and what a silo has to do now.
 
-A silo sends a message (`SiloMessage`) or none, and gets an instruction (`Instruction`). `instruct` derives it from the
-stored state of the job and from what the silo has done, so that a message may be repeated, and a silo or a server that
-was restarted continues where it was.
+A silo sends a `SiloMessage` and gets a `SiloStep`; `gossip.proto` has messages with the same fields. `instruct` derives
+the instruction from the stored state of the job and from what the silo has done, so that a message may be repeated, and
+a silo or a server that was restarted continues where it was.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Annotated, Any
+from typing import Annotated
 
-import msgspec
 from msgspec import Meta, Struct
 
-from fedplat.config.decoding import prepare_type
 from fedplat.errors import GossipError
 from fedplat.gossip.messages import (
     KEY_BYTES,
@@ -45,12 +43,14 @@ MAX_SILOS = 200
 """Maximum number of silos that a server coordinates in a job."""
 MAX_MESSAGE_BYTES = 64 * 2**10
 """Maximum size of a silo's message."""
-MAX_INSTRUCTION_BYTES = 2**20
-"""Maximum size of an instruction."""
+MAX_STEP_BYTES = 2**20
+"""Maximum size of what the server answers."""
+MAX_KNOWN = 100
+"""Maximum length of `known`."""
 Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 
 
-class ExchangeSetup(Struct, frozen=True, kw_only=True):
+class GossipSetup(Struct, frozen=True, kw_only=True):
     """What a silo gets with its assignment: whether it trains, how models are exchanged, and the step size of CHOCO."""
 
     trains: bool
@@ -115,38 +115,53 @@ class Broken(Struct, frozen=True, tag="broken"):
     step: Number
 
 
-SiloMessage = Announce | Exchanged | OfferKey | Completed | Broken
+SiloReport = Announce | Exchanged | OfferKey | Completed | Broken
 
 
-def to_events(silo: str, round_number: int, mixed_round: int, message: SiloMessage) -> list[GossipEvent]:
-    """Return the events that a silo's message stands for. Raises `GossipError` for numbers that are out of range."""
+class Progress(Struct, frozen=True):
+    """What a silo has done: the last round that it has mixed, and that of the last mean that it has adopted."""
+
+    mixed_round: Number = 0
+    adopted_round: Number = 0
+
+
+class SiloMessage(Struct, frozen=True, kw_only=True):
+    """What a silo sends in a step. `known` is that of its last step, if it waits until what it does is over."""
+
+    done: Progress = Progress()
+    known: Annotated[str, Meta(max_length=MAX_KNOWN)] = ""
+    report: SiloReport | None = None
+
+
+def to_events(silo: str, round_number: int, mixed_round: int, report: SiloReport) -> list[GossipEvent]:
+    """Return the events that a silo's report stands for. Raises `GossipError` for numbers that are out of range."""
     try:
-        match message:
+        match report:
             case Announce():
-                return [SiloAnnounced(silo, round_number, message.model, mixed_round)]
+                return [SiloAnnounced(silo, round_number, report.model, mixed_round)]
             case Exchanged():
                 received = [
                     ModelReceived(silo, each.sender, round_number, each.digest, each.squared_distance)
-                    for each in message.received
+                    for each in report.received
                 ]
-                return [*received, *(ModelMissed(silo, each, round_number) for each in message.missed)]
+                return [*received, *(ModelMissed(silo, each, round_number) for each in report.missed)]
             case OfferKey():
                 return [
                     KeyOffered(
                         silo=silo,
                         round=round_number,
-                        attempt=message.attempt,
-                        key=message.key,
-                        largest=message.largest,
+                        attempt=report.attempt,
+                        key=report.key,
+                        largest=report.largest,
                         mixed_round=mixed_round,
-                        signature=message.signature,
+                        signature=report.signature,
                     )
                 ]
             case Completed():
-                distance, chunks = message.squared_distance, message.chunks
-                return [RingCompleted(silo, round_number, message.attempt, message.digest, distance, chunks)]
+                distance, chunks = report.squared_distance, report.chunks
+                return [RingCompleted(silo, round_number, report.attempt, report.digest, distance, chunks)]
             case Broken():
-                return [RingBroken(silo, round_number, message.attempt, message.sender, message.step)]
+                return [RingBroken(silo, round_number, report.attempt, report.sender, report.step)]
     except ValueError as exc:
         raise GossipError(str(exc)) from exc
 
@@ -186,10 +201,31 @@ class FetchModels(Struct, frozen=True, tag="fetch"):
     models: Annotated[tuple[Offered, ...], Meta(max_length=MAX_SILOS)]
 
 
-class MixModels(Struct, frozen=True, tag="mix"):
-    """Mix the stored models by this row of W."""
+class Weight(Struct, frozen=True):
+    """The weight of a neighbour's model."""
 
-    row: CommitRow
+    silo: SiloName
+    weight: float
+
+
+class MixModels(Struct, frozen=True, tag="mix"):
+    """Mix the stored models by a row of W (`CommitRow`)."""
+
+    round: Number
+    silo: Annotated[str, Meta(max_length=200)]
+    own: float
+    neighbours: Annotated[tuple[Weight, ...], Meta(max_length=MAX_SILOS)] = ()
+
+    @classmethod
+    def by(cls, row: CommitRow) -> MixModels:
+        """Return the instruction for a row."""
+        return cls(row.round, row.silo, row.own, tuple(Weight(*each) for each in row.neighbours))
+
+    @property
+    def row(self) -> CommitRow:
+        """The row."""
+        weights = tuple((each.silo, each.weight) for each in self.neighbours)
+        return CommitRow(self.round, self.silo, self.own, weights)
 
 
 class SendKey(Struct, frozen=True, tag="key"):
@@ -229,7 +265,7 @@ class SiloStep(Struct, frozen=True, kw_only=True):
     """
 
     instruction: Instruction
-    known: Annotated[str, Meta(max_length=100)]
+    known: Annotated[str, Meta(max_length=MAX_KNOWN)]
     round: Number
     remaining_s: float
     model_receivers: Annotated[tuple[Contact, ...], Meta(max_length=MAX_SILOS)] = ()
@@ -242,7 +278,7 @@ def instruct(
     """Return what a silo has to do now. `contact` returns a silo as others see it."""
     row, average = state.rows.get(silo), state.average
     if row is not None and done.mixed_round < row.round:
-        return MixModels(row)
+        return MixModels.by(row)
     if average is not None and done.adopted_round < average.round and _is_for(state, silo):
         holders = tuple(contact(name) for name in average.holders if name != silo)
         return AdoptMean(average.round, average.digest, holders, state.phase is GossipPhase.ENDED)
@@ -309,13 +345,6 @@ def chunk_name(attempt: int, step: int) -> str:
     return f"ring/{attempt}/{step}"
 
 
-class Progress(Struct, frozen=True):
-    """What a silo has done: the last round that it has mixed, and that of the last mean that it has adopted."""
-
-    mixed_round: Number = 0
-    adopted_round: Number = 0
-
-
 def _is_for(state: GossipState, silo: str) -> bool:
     """Return whether a silo may have the last mean: all do if rings are the exchange, else those of the last round."""
     return state.rules.options.exchange == "ring" or silo in state.announced
@@ -323,35 +352,3 @@ def _is_for(state: GossipState, silo: str) -> bool:
 
 def _has_reported(state: GossipState, silo: str) -> bool:
     return silo in state.completed or silo in state.broken
-
-
-# --- encoding ----------------------------------------------------------------------------------------------
-
-
-def encode(record: SiloMessage | SiloStep | ExchangeSetup) -> bytes:
-    """Encode a record."""
-    return msgspec.json.encode(record)
-
-
-def decode_message(content: bytes) -> SiloMessage:
-    """Decode a silo's message. Raises `GossipError`."""
-    return _decode(content, SiloMessage, "message of a silo", MAX_MESSAGE_BYTES)
-
-
-def decode_step(content: bytes) -> SiloStep:
-    """Decode what the server answers. Raises `GossipError`."""
-    return _decode(content, SiloStep, "step of an exchange", MAX_INSTRUCTION_BYTES)
-
-
-def decode_setup(content: bytes) -> ExchangeSetup:
-    """Decode the setup of an assignment. Raises `GossipError`."""
-    return _decode(content, ExchangeSetup, "setup of an exchange", MAX_MESSAGE_BYTES)
-
-
-def _decode(content: bytes, kind: Any, name: str, limit: int) -> Any:
-    if len(content) > limit:
-        raise GossipError(f"a {name} has {len(content)} bytes; expected at most {limit}")
-    try:
-        return msgspec.json.decode(content, type=prepare_type(kind))
-    except (msgspec.MsgspecError, ValueError) as exc:
-        raise GossipError(f"the bytes are no {name}: {exc}") from exc

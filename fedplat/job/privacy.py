@@ -113,13 +113,14 @@ def build_mechanism(spec: JobSpec, total_multiplier: float) -> privacy.Mechanism
 
 
 def find_mechanism_of(spec: JobSpec, num_survivors: int) -> privacy.Mechanism | None:
-    """Return the mechanism of an attempt of a job with `privacy.trust = "none"`, from its smallest group's survivors.
+    """Return the mechanism of an attempt; with the noise of clients it depends on its smallest group's survivors.
 
-    None as for `find_mechanism`, whose mechanism has the noise of `secure.group_minimum` survivors.
+    `num_survivors` is 0 without masks. None as for `find_mechanism`, whose mechanism has the noise of
+    `secure.group_minimum` survivors.
     """
     planned = find_mechanism(spec)
-    if planned is None:
-        return None
+    if planned is None or spec.privacy is None or spec.privacy.trust == "server" or not num_survivors:
+        return planned
     factor = math.sqrt(num_survivors / secure.group_minimum(spec))
     return structs.replace(planned, noise_multiplier=planned.noise_multiplier * factor)
 

@@ -170,3 +170,9 @@ class JobTables(Struct, frozen=True, forbid_unknown_fields=True):
         if self.privacy is not None and self.updates.weighting == "examples":
             weight /= self.updates.max_examples  # at most 1
         return self.mode.weight(staleness) * weight
+
+
+def require_flower(spec: JobTables) -> Flower:
+    """Return the options of a job with a Flower app."""
+    assert spec.flower is not None
+    return spec.flower

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from msgspec import structs
 
 from fedplat.rounds.commands import Abort, Command
-from fedplat.rounds.records import Assignment, Attempt, JobState, SecureMessages
+from fedplat.rounds.records import Assignment, JobState
 from fedplat.rounds.states import ASSIGNMENT_TRANSITIONS, AssignmentState, Reason, require
 from fedplat.texts import shorten
 
@@ -24,20 +24,6 @@ def end(assignment: Assignment, state: AssignmentState, reason: Reason, text: st
     """End an assignment for a reason. `text` may quote a client; it is shortened before it is stored."""
     ended = require(ASSIGNMENT_TRANSITIONS, assignment.state, state)
     return structs.replace(assignment, state=ended, reason=reason, text=shorten(text))
-
-
-def forget_messages(attempt: Attempt) -> Attempt:
-    """Remove the messages of secure aggregation from an attempt that ends; groups and positions stay.
-
-    No row changes: the store keeps the messages apart, and removes them with the end of the attempt.
-    """
-    changed: list[Assignment] = []
-    for each in attempt.assignments.values():
-        if each.secure is not None:
-            bare = SecureMessages(each.secure.group, each.secure.position)
-            if bare != each.secure:
-                changed.append(structs.replace(each, secure=bare))
-    return attempt.with_assignments(changed) if changed else attempt
 
 
 def abort_commands(ended: Iterable[Assignment]) -> tuple[Command, ...]:

@@ -54,9 +54,10 @@ def begin_next(job: JobState, context: Context) -> Transition | None:
 
 def open_attempt(job: JobState, kind: AttemptKind, context: Context) -> JobState:
     """Return the job with a new attempt, which selects its clients."""
-    round_ = job.round + 1 if kind is AttemptKind.TRAIN else job.round
+    protocol = protocol_of(job, kind)
+    round_ = job.round + 1 if protocol.folds else job.round
     number = job.attempt.key.number + 1 if job.attempt and job.attempt.key.round == round_ else 1
-    sizes = protocol_of(job, kind).sizes(job)
+    sizes = protocol.sizes(job)
     attempt = Attempt(
         key=AttemptKey(job.job_id, round_, number),
         kind=kind,

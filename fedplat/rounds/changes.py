@@ -8,19 +8,11 @@ from typing import NamedTuple
 
 from fedplat.rounds.disclosure import disclosure_of
 from fedplat.rounds.persistent_map import to_persistent
-from fedplat.rounds.records import (
-    Assignment,
-    AssignmentId,
-    Attempt,
-    AttemptKey,
-    JobState,
-    ModelVersion,
-    SecureMessages,
-)
+from fedplat.rounds.protocols.base import protocol_of
+from fedplat.rounds.records import Assignment, AssignmentId, Attempt, AttemptKey, JobState, ModelVersion
 
 MESSAGE_KINDS = ("keys", "shares", "confirmation", "answer")
 """The fields of `SecureMessages` that hold a message."""
-_NO_MESSAGES = SecureMessages()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,14 +103,12 @@ def find_changed(before: JobState, after: JobState) -> Iterator[Assignment]:
 def _find_messages(before: JobState, changed: tuple[Assignment, ...]) -> Iterator[SentMessage]:
     """Yield the messages that changed assignments did not have before, each once however often its client changes."""
     for each in changed:
-        if each.secure is None:
-            continue
-        earlier = before.find(each.key, each.client_id)
-        was = earlier.secure if earlier is not None and earlier.secure is not None else _NO_MESSAGES
-        for kind in MESSAGE_KINDS:
-            content: bytes = getattr(each.secure, kind)
-            if content and content is not getattr(was, kind) and content != getattr(was, kind):
-                yield SentMessage(each.id, kind, content)
+        if messages := protocol_of(before, each.kind).list_messages(each):
+            earlier = before.find(each.key, each.client_id)
+            was = protocol_of(before, each.kind).list_messages(earlier) if earlier is not None else {}
+            for kind, content in messages.items():
+                if content is not was.get(kind) and content != was.get(kind):
+                    yield SentMessage(each.id, kind, content)
 
 
 def _history(

@@ -176,7 +176,7 @@ def commit(job: JobState, attempt: Attempt, context: Context, metrics: Mapping[s
     ]
     phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.COMMITTED)
     closed = structs.replace(
-        assignments.forget_messages(attempt.with_assignments(merged)),
+        protocol_of(job, attempt.kind).forget_messages(attempt.with_assignments(merged)),
         phase=phase,
         metrics=average_metrics(merged) if metrics is None else dict(metrics),
         ended_at=context.now,
@@ -265,7 +265,7 @@ def abandon(job: JobState, reason: Reason, text: str, context: Context) -> tuple
     assert attempt is not None
     dropped, commands = _drop_open(attempt, reason)
     phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.ABANDONED)
-    ended = assignments.forget_messages(attempt.with_assignments(dropped))
+    ended = protocol_of(job, attempt.kind).forget_messages(attempt.with_assignments(dropped))
     closed = structs.replace(ended, phase=phase, reason=text, ended_at=context.now, step_ends_at=None, num_awaited=0)
     return structs.replace(job, attempt=closed), (*commands, Abandon(attempt.key))
 

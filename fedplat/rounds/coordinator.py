@@ -44,7 +44,7 @@ from fedplat.rounds.protocols.base import training_of
 from fedplat.rounds.records import Assignment, AttemptKey, JobState
 from fedplat.rounds.reservation import Reservations
 from fedplat.rounds.selection import WaitingRoom
-from fedplat.rounds.states import DECLINES, ENDED_JOBS, AttemptKind, JobStatus, Reason
+from fedplat.rounds.states import DECLINES, ENDED_JOBS, HAVE_UPDATES, JobStatus, Reason
 from fedplat.rounds.transition import ACCEPTED, Context, Transition, Verdict
 
 
@@ -398,7 +398,7 @@ class Coordinator:
         if change.job.status in ENDED_JOBS:
             del self.histories[job_id]
             return
-        trained = [each for each in change.assignments if each.kind is AttemptKind.TRAIN]
+        trained = [each for each in change.assignments if each.kind in HAVE_UPDATES]
         for participation in participations_of(trained):
             is_new, waiting = history.record(participation), self.room.clients.get(participation.client_id)
             if is_new and waiting is not None:

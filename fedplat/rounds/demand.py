@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from fedplat.config import label_expressions
 from fedplat.rounds.eligible import Gate
@@ -11,6 +11,22 @@ from fedplat.rounds.events import ClientCheckedIn
 from fedplat.rounds.records import AttemptKey
 from fedplat.rounds.states import AttemptKind
 from fedplat.sampling import Policy
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ClientRole:
+    """What clients are for an attempt: `list_installed` returns the names that one may be asked for.
+
+    `counts`: it is a participation, after which a client must rest, and which it may decline.
+    """
+
+    name: str
+    list_installed: Callable[[ClientCheckedIn], frozenset[str]]
+    counts: bool
+
+
+TRAINER = ClientRole("trainer", lambda client: client.trainers, counts=True)
+EVALUATOR = ClientRole("evaluator", lambda client: client.evaluators, counts=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,6 +55,7 @@ class Demand:
     cohort: frozenset[str] | None = dataclasses.field(default=None, compare=False)
     barred: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
     gate: Gate | None = None
+    role: ClientRole = TRAINER
 
     @property
     def has_requirements(self) -> bool:
@@ -57,16 +74,12 @@ class Demand:
         has_plugins = self.codecs <= client.codecs and self.algorithms <= client.algorithms
         return has_plugins and self.features <= client.features
 
-    def list_installed(self, client: ClientCheckedIn) -> frozenset[str]:
-        """Return what a client has installed for attempts of this kind."""
-        return client.trainers if self.kind is AttemptKind.TRAIN else client.evaluators
-
     def _wants(self, client: ClientCheckedIn) -> bool:
         return (
             client.population == self.population
             and (self.cohort is None or client.client_id in self.cohort)
             and client.client_id not in self.barred
             and (self.gate is None or self.gate.admits(client.client_id))
-            and self.handler in self.list_installed(client)
+            and self.handler in self.role.list_installed(client)
             and label_expressions.compile_expression(self.where)(client.labels)
         )

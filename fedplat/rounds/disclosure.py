@@ -18,13 +18,15 @@ class Disclosure:
     `shows_clients`: the numbers and failures of single clients may be shown. `shows_cohorts`: so may who takes part and
     how many do; otherwise the privacy guarantee depends on hiding it. `keeps_states`: the states of the optimizer of
     earlier versions may be kept; those of a private job may hold seeds of its noise. `named_metrics`: the metrics of a
-    client that may be stored with its name (None: all).
+    client that may be stored with its name (None: all). `is_charged`: its versions are releases with noise, each of
+    which is charged to its privacy budget.
     """
 
     shows_clients: bool = True
     shows_cohorts: bool = True
     keeps_states: bool = True
     named_metrics: frozenset[str] | None = None
+    is_charged: bool = False
 
     def kept_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of a client that may be stored with its name; of a private job, those to be noised."""
@@ -53,4 +55,5 @@ def disclosure_of(spec: JobSpec) -> Disclosure:
         shows_cohorts=options.participation != "poisson",
         keeps_states=False,
         named_metrics=frozenset(options.metrics.bounds if options.metrics is not None else ()),
+        is_charged=True,
     )

@@ -23,7 +23,7 @@ from msgspec import structs
 from fedplat.job import JobSpec
 from fedplat.rounds.assignments import end
 from fedplat.rounds.records import Assignment, Attempt, Claim, JobState
-from fedplat.rounds.states import AssignmentState, AttemptKind, Reason
+from fedplat.rounds.states import HAVE_UPDATES, AssignmentState, Reason
 from fedplat.rounds.transition import ACCEPTED, Verdict
 
 MIN_REPORTS_FOR_MEDIAN = 3
@@ -91,7 +91,7 @@ def limit_by_claims(job: JobState) -> float:
 def find_outliers(job: JobState, attempt: Attempt) -> list[Assignment]:
     """Return the reports of an attempt that must be dropped before it commits, in their new state."""
     spec = job.spec
-    if attempt.kind is not AttemptKind.TRAIN or not spec.outlier_factor:
+    if attempt.kind not in HAVE_UPDATES or not spec.outlier_factor:
         return []
     reported, whose = attempt.reported, "of the attempt's updates"
     norms = [each.norm for each in reported]
@@ -114,11 +114,7 @@ def reweigh(job: JobState, attempt: Attempt) -> list[Assignment]:
         return []
     reported = attempt.reported
     examples = [each.num_examples for each in reported]
-    if (
-        attempt.kind is AttemptKind.TRAIN
-        and not _judges_alone(spec, examples)
-        and len(job.claims) >= MIN_REPORTS_FOR_MEDIAN
-    ):
+    if attempt.kind in HAVE_UPDATES and not _judges_alone(spec, examples) and len(job.claims) >= MIN_REPORTS_FOR_MEDIAN:
         examples = [claim.num_examples for claim in job.claims]
     most = limit_examples(spec, examples)
     changed = [(each, spec.weight(each.num_examples, each.staleness, most)) for each in reported]

@@ -13,26 +13,19 @@ from __future__ import annotations
 from fractions import Fraction
 
 from fedplat.job import secure
+from fedplat.privacy.options import Privacy
 from fedplat.rounds.disclosure import disclosure_of
 from fedplat.rounds.events import CandidatesDrawn
-from fedplat.rounds.records import JobState
+from fedplat.rounds.records import Attempt, JobState
 from fedplat.rounds.states import JobStatus
 
 
-def minimum(job: JobState) -> int:
-    """Return the number of reports that an attempt to train needs at its deadline."""
-    spec = job.spec
-    if spec.secure_aggregation is not None:
-        return max(spec.selection.minimum, secure.num_groups(spec) * secure.group_minimum(spec))
-    return 0 if spec.privacy is not None else spec.selection.minimum
-
-
-def count_candidates(job: JobState, event: CandidatesDrawn) -> tuple[int, int]:
+def count_candidates(job: JobState, attempt: Attempt, event: CandidatesDrawn) -> tuple[int, int]:
     """Return how many clients were available when an attempt selected, and how many it needs."""
     selection = job.spec.selection
     if selection.sampling.is_trial:
         return event.num_eligible, selection.wait_for
-    needed = max(selection.minimum, minimum(job))
+    needed = max(selection.minimum, attempt.minimum)
     return len(event.client_ids), needed if event.final else 1
 
 
@@ -75,13 +68,13 @@ def describe_exhaustion(job: JobState, event: CandidatesDrawn, needed: int) -> s
     )
 
 
-def count_releases(job: JobState) -> Fraction:
-    """Return how many of the planned releases of a private job those so far have cost.
+def count_releases(job: JobState, options: Privacy) -> Fraction:
+    """Return how many of the planned releases of a job with these options those so far have cost.
 
     Each committed round is one. If clients add the noise, each attempt whose masks were requested is one, but costs
     less if it had more survivors than it needed.
     """
-    if job.spec.privacy is None or job.spec.privacy.trust == "server":
+    if options.trust == "server":
         return Fraction(job.round)
     return secure.spent_releases(job.spec, job.unmasked)
 
@@ -89,7 +82,7 @@ def count_releases(job: JobState) -> Fraction:
 def describe_spent_budget(job: JobState) -> str:
     """Return why the privacy budget allows no further round; empty if it does."""
     options = job.spec.privacy
-    if options is None or options.max_releases is None or count_releases(job) + 1 <= options.max_releases:
+    if options is None or options.max_releases is None or count_releases(job, options) + 1 <= options.max_releases:
         return ""
     budget = f"epsilon = {options.epsilon:g}" if options.epsilon is not None else "max_releases"
     return (

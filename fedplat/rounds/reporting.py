@@ -9,7 +9,7 @@ from msgspec import structs
 from fedplat.rounds.commands import Command, Fold
 from fedplat.rounds.protocols.base import protocol_of
 from fedplat.rounds.records import Assignment, AssignmentSet, Attempt, JobState, make_assignment_set
-from fedplat.rounds.states import WORKING_PHASES, AssignmentState, AttemptKind, AttemptPhase, Reason
+from fedplat.rounds.states import HAVE_UPDATES, WORKING_PHASES, AssignmentState, AttemptPhase, Reason
 from fedplat.rounds.transition import ACCEPTED, Context, Verdict
 
 MAX_DURATIONS = 500
@@ -52,7 +52,7 @@ def accept_report(job: JobState, attempt: Attempt, reported: Assignment, number:
 
 def fold_commands(attempt: Attempt, accepted: Iterable[Assignment]) -> tuple[Command, ...]:
     """Return the commands that add accepted updates to the attempt's sum."""
-    if attempt.kind is not AttemptKind.TRAIN:
+    if attempt.kind not in HAVE_UPDATES:
         return ()
     return tuple(Fold(attempt.key, each.id, each.digest, each.contribution, each.base_version) for each in accepted)
 
@@ -78,10 +78,10 @@ def rebuild_attempt(attempt: Attempt, rows: Iterable[Assignment]) -> tuple[Attem
     """
     own: list[Assignment] = []
     carried: list[Assignment] = []
-    collects = attempt.kind is AttemptKind.TRAIN and attempt.phase in {AttemptPhase.SELECTING, *WORKING_PHASES}
+    collects = attempt.kind in HAVE_UPDATES and attempt.phase in {AttemptPhase.SELECTING, *WORKING_PHASES}
     for row in rows:
         if row.is_busy:
-            (own if collects or row.kind is AttemptKind.EVALUATE else carried).append(row)
+            (own if collects or row.kind not in HAVE_UPDATES else carried).append(row)
         elif row.state is AssignmentState.REPORTED and row.folded_into is None:
             carried.append(row)
         elif (row.folded_into or row.key) == attempt.key:

@@ -165,8 +165,9 @@ class WaitingRoom:
 
     def undo(self, job: JobState, history: ParticipationHistory | None) -> None:
         """Restore what a job demands after a batch was lost: the clients drawn in it no longer take part."""
-        if (eligible := self._eligible.get((job.job_id, AttemptKind.TRAIN))) is not None:
-            eligible.exclude(None, {})
+        for kind in AttemptKind:
+            if (eligible := self._eligible.get((job.job_id, kind))) is not None:
+                eligible.exclude(None, {})
         self.follow(job, history)
         if (demand := self.demands.get(job.job_id)) is not None:
             self._prepare(demand, history)
@@ -214,12 +215,13 @@ class WaitingRoom:
         """
         demand, found = self.demands[job_id], list[str]()
         ours = [client for client in self.clients.values() if client.population == demand.population]
-        others = [client for client in ours if demand.handler not in demand.list_installed(client)]
+        others = [client for client in ours if demand.handler not in demand.role.list_installed(client)]
         if others:
-            names = sorted({name for client in others for name in demand.list_installed(client)})
+            names = sorted({name for client in others for name in demand.role.list_installed(client)})
             known = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
-            what = "trainer" if demand.kind is AttemptKind.TRAIN else "evaluator"
-            found.append(f"{len(others)} more do not have the {what} {demand.handler}, but {known or 'none'}")
+            found.append(
+                f"{len(others)} more do not have the {demand.role.name} {demand.handler}, but {known or 'none'}"
+            )
         accepts = label_expressions.compile_expression(demand.where)
         if num_unlike := sum(not accepts(client.labels) for client in ours):
             found.append(f"{num_unlike} more do not satisfy selection.where")
@@ -250,9 +252,9 @@ class WaitingRoom:
         is_other = eligible is not None and eligible.key < demand.key and (demand.cohort is not None or demand.barred)
         # Another attempt, or another state of the clocks, accepts other clients.
         if eligible is None or eligible.key > demand.key or is_other or eligible.gate != demand.gate:
-            past = history if demand.kind is AttemptKind.TRAIN else None
+            past = history if demand.role.counts else None
             eligible = EligibleClients(demand.accepts, past, demand.key, demand.gate)
-            if demand.kind is AttemptKind.TRAIN:
+            if demand.role.counts:
                 eligible.has_declined = functools.partial(self.has_declined, demand.key.job_id)
             for client in self.clients.values():
                 eligible.enter(client)

@@ -213,6 +213,12 @@ FIRST_PHASES: Mapping[AttemptKind, AttemptPhase] = {
 MAKE_VERSIONS = frozenset({AttemptKind.TRAIN, AttemptKind.WARM_START})
 """Kinds of attempts that commit a model version."""
 
+HAVE_CLIENTS = frozenset({AttemptKind.TRAIN, AttemptKind.EVALUATE})
+"""Kinds of attempts with a cohort; the others are the server's alone, and come before round 1."""
+
+HAVE_UPDATES = frozenset({AttemptKind.TRAIN})
+"""Kinds of attempts whose clients report an update, which counts as a participation (`RoundProtocol.folds`)."""
+
 _S = AssignmentState
 _ENDED_OPEN = frozenset({_S.LATE, _S.FAILED, _S.REJECTED, _S.SURPLUS, _S.DROPPED})
 ASSIGNMENT_TRANSITIONS: Mapping[AssignmentState, frozenset[AssignmentState]] = {

@@ -107,9 +107,10 @@ class Run:
             **self.result.to_dict(),
             "computed": msgspec.to_builtins(self.computed),
             **({"classes": list(self.federation.classes)} if self.federation and self.federation.classes else {}),
-            **({"privacy": msgspec.to_builtins(self.privacy)} if self.privacy is not None else {}),
-            **({"secure_aggregation": msgspec.to_builtins(self.secure)} if self.secure is not None else {}),
         }
+        for name, cost in (("privacy", self.privacy), ("secure_aggregation", self.secure)):
+            if cost is not None:
+                numbers[name] = msgspec.to_builtins(cost)
         return folders.finite(numbers)
 
     def to_json(self) -> str:

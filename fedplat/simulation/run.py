@@ -15,6 +15,7 @@ from fedplat.errors import ModelError, ReplayError
 from fedplat.job import JobSpec, build_rule
 from fedplat.model import Parameters
 from fedplat.rounds import AttemptKey, privacy_rules
+from fedplat.rounds.protocols.base import find_training
 from fedplat.rounds.states import JobStatus
 from fedplat.secure_aggregation import encoding
 from fedplat.simulation.clients import Fleet
@@ -143,7 +144,7 @@ def _extend_initial(spec: JobSpec, initial: Parameters) -> Parameters:
 
 def _masked_bytes(simulation: Simulation) -> int | None:
     """Return the size of a masked update; None if clients do not mask them."""
-    if not kind_of(simulation.spec).has_masks:
+    if not find_training(simulation.spec).has_masks:
         return None
     setup = setup_of(simulation.spec, AttemptKey("", 1, 1), 0, count_entries(_model_bytes(simulation)))
     return encoding.file_bytes(setup)

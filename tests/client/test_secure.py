@@ -98,8 +98,8 @@ def test_a_client_whose_message_is_rejected_backs_off(make_cohort: MakeCohort) -
 def test_calls_that_break_are_made_again_with_the_same_bytes(make_cohort: MakeCohort, tmp_path: Path) -> None:
     """Before the server has the message, and after it."""
     cohort = make_cohort(confirm=True)
-    cohort.fleet.failures["SecureStep"] = [grpc.StatusCode.UNAVAILABLE] * 7
-    cohort.fleet.lost_replies["SecureStep"] = 7
+    cohort.fleet.failures["Step"] = [grpc.StatusCode.UNAVAILABLE] * 7
+    cohort.fleet.lost_replies["Step"] = 7
     cohort.run()
     assert len(cohort.check_sum(tmp_path)) == 4
     assert {len(set(contents)) for contents in cohort.fleet.messages.values()} == {1}
@@ -191,7 +191,7 @@ def test_a_stop_order_ends_the_wait_for_other_clients(make_cohort: MakeCohort) -
     """It comes with a heartbeat while the client waits for the roster."""
     cohort = make_cohort(2)
     with serving(cohort.fleet), cohort.running([1]):
-        cohort.fleet.wait_for("SecureStep")
+        cohort.fleet.wait_for("Step")
         cohort.fleet.say_stop(model_pb2.REASON_JOB_CANCELLED)
     assert cohort.failures == []
     assert "Report" not in cohort.fleet.calls

@@ -93,7 +93,7 @@ def test_what_the_owner_or_the_protocol_does_not_allow_is_not_trained(
     (failure,) = cohort.failures
     assert failure.reason == UNSAFE
     assert text in failure.text
-    assert "SecureStep" not in cohort.fleet.calls
+    assert "Step" not in cohort.fleet.calls
 
 
 def refuse_to_train(task: Task) -> TrainResult:
@@ -123,7 +123,7 @@ def test_a_client_does_not_train_if_it_is_told_something_else_than_the_others(
     (failure,) = cohort.failures
     assert failure.reason == UNSAFE
     assert "is for the task digest" in failure.text
-    assert "SecureStep" not in cohort.fleet.calls
+    assert "Step" not in cohort.fleet.calls
 
 
 @pytest.mark.parametrize(("floor", "is_enough"), [(0.0017, True), (0.0018, False)])
@@ -199,7 +199,7 @@ def test_an_update_that_cannot_be_encoded_ends_the_assignment_before_the_keys_ar
         cohort.client(1, diverge).run(max_tasks=1)
     assert [each.reason for each in cohort.failures] == [model_pb2.REASON_TRAINER_ERROR]
     assert "NaN" in cohort.failures[0].text
-    assert "SecureStep" not in cohort.fleet.calls
+    assert "Step" not in cohort.fleet.calls
 
 
 def shorten_roster(roster: Roster) -> Roster:

@@ -28,6 +28,7 @@ from fedplat.model import Parameters, VectorBlocks
 from fedplat.privacy import Charge, accounting, descriptions, skellam
 from fedplat.privacy.cost import cost_of_charges
 from fedplat.rounds import JobState, ModelVersion, privacy_rules
+from fedplat.rounds.protocols.base import training_of
 from fedplat.secure_aggregation.encoding import Decoded
 
 BASE = """
@@ -160,11 +161,16 @@ def test_the_sum_of_a_group_may_fill_the_modulus() -> None:
 def test_groups_and_survivors() -> None:
     spec = job(goal=2500)
     assert (secure.num_groups(spec), secure.group_minimum(spec), secure.group_maximum(spec)) == (3, 667, 834)
-    assert privacy_rules.minimum(JobState("j", spec, version())) == 2001
+    assert minimum_of(spec) == 2001
     spec = job(goal=4, selection="min_fraction = 0.3")
-    assert secure.group_minimum(spec) == privacy_rules.minimum(JobState("j", spec, version())) == 3
+    assert secure.group_minimum(spec) == minimum_of(spec) == 3
     spec = private(selection="min_fraction = 0.7")
-    assert privacy_rules.minimum(JobState("j", spec, version())) == 28
+    assert minimum_of(spec) == 28
+
+
+def minimum_of(spec: JobSpec) -> int:
+    job = JobState("j", spec, version())
+    return training_of(job).sizes(job).minimum
 
 
 def version() -> ModelVersion:

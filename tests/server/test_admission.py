@@ -79,7 +79,7 @@ async def test_without_a_credential_no_message_is_received(site: Site) -> None:
     unknown = [(key, "x" if key == "fedplat-session" else value) for key, value in client.signed("CheckIn", None)]
     bearer = (("authorization", "Bearer fedplat_op_" + "y" * 43),)
     async with silent(site) as calls:
-        for method in ("CheckIn", "Upload", "Report", "Download", "Heartbeat", "SecureStep"):
+        for method in ("CheckIn", "Upload", "Report", "Download", "Heartbeat", "Step"):
             assert (await refusal_of(calls.start(FLEET + method)))[1] == "UNAUTHENTICATED"
             assert (await refusal_of(calls.start(FLEET + method, unknown)))[1] == "SESSION_UNKNOWN"
         for method in ("Jobs/CreateJob", "Jobs/UploadModel", "Operators/GetStatus"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import msgspec
@@ -16,7 +16,8 @@ from fedplat.admin import exchange
 from fedplat.gossip import steps
 from fedplat.rounds import Coordinator
 from fedplat.rounds.events import SilosLost
-from fedplat.wire.v1 import admin_pb2, model_pb2
+from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
+from fedplat.wire.v1.gossip_pb2 import SiloMessage, SiloReport
 from fedplat_server.coordination import job_checks
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.protocols.silence import MISSED_HEARTBEATS, SilenceMonitor
@@ -163,9 +164,10 @@ async def test_a_silo_that_missed_a_mean_asks_for_it_through_the_relay(folder: P
 @pytest.mark.parametrize(
     ("message", "problem"),
     [
-        (b"{", "the bytes are no message of a silo"),
-        (b'{"type":"announce"}', "the bytes are no message of a silo"),
-        (b" " * (steps.MAX_MESSAGE_BYTES + 1), "expected at most 65536"),
+        (SiloReport(), "missing required field `type`"),
+        (SiloReport(announce=SiloReport.Announce()), "missing required field `model`"),
+        (SiloReport(exchanged=SiloReport.Exchanged(missed=[""] * 1001)), "1001 entries; expected at most 1000"),
+        (SiloReport(exchanged=SiloReport.Exchanged(missed=["x" * 2**16])), "at most 65536 are accepted"),
         ({"num_examples": 0.0}, "expected a number from 1e-06"),
         ({"digest": "model"}, "64 lower-case hexadecimal digits"),
         ({"size_bytes": 2**40}, "expected at most"),
@@ -179,14 +181,31 @@ async def test_messages_that_no_honest_silo_sends_are_refused(folder: Path, mess
         await site.operator.start(job_text())
         (silo,) = await make_silos(site, 1)
         await silo.begin()
-        content = message
         if isinstance(message, dict):
-            content = steps.encode(steps.Announce(msgspec.structs.replace(silo.announcement(), **message)))
-        assert isinstance(content, bytes)
+            announced = msgspec.structs.replace(silo.announcement(), **cast(Any, message))
+            sent = silo.step(steps.Announce(announced), wait_s=0.0)
+        else:
+            sent = silo.send(SiloMessage(report=cast(SiloReport, message)), wait_s=0.0)
         with pytest.raises(aio.AioRpcError, match=problem) as refused:
-            await silo.step(content, wait_s=0.0)
+            await sent
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert isinstance((await silo.announce(wait_s=0.0)).instruction, steps.Wait)
+
+
+@pytest.mark.calm("a watch may be cut")
+async def test_a_watch_sees_how_far_the_exchange_is(folder: Path) -> None:
+    async with daemons.running(folder) as site:
+        job = await site.operator.start(job_text())
+        silos = await make_silos(site)
+        await asyncio.gather(*(silo.begin() for silo in silos))
+        for silo in silos:
+            await silo.announce(wait_s=0.0)
+        request = admin_pb2.WatchJobRequest(job=job, only_new=True, progress_every_s=0.01)
+        watch = site.operator.jobs.WatchJob(request)
+        step = await anext(event.progress.step async for event in watch if event.progress.HasField("step"))
+        watch.cancel()
+        assert (step.phase, step.num_done, step.num_wanted) == (admin_pb2.ATTEMPT_PHASE_EXCHANGING, 0, 3)
+        assert step == (await site.operator.show(job)).current.progress.step
 
 
 async def test_a_key_for_a_ring_needs_the_signature_of_its_silo(folder: Path) -> None:
@@ -201,7 +220,7 @@ async def test_a_key_for_a_ring_needs_the_signature_of_its_silo(folder: Path) ->
             await silos[0].step(steps.OfferKey(1, bytes(32), bytes(64), 1.0), wait_s=0.0)
 
 
-async def test_no_silo_sends_an_update_to_the_server(folder: Path) -> None:
+async def test_no_silo_sends_an_update_to_the_server_or_takes_other_steps(folder: Path) -> None:
     async with daemons.running(folder) as site:
         await site.operator.start(job_text())
         (silo,) = await make_silos(site, 1)
@@ -212,21 +231,23 @@ async def test_no_silo_sends_an_update_to_the_server(folder: Path) -> None:
         ):
             with pytest.raises(aio.AioRpcError, match="send no updates to the server"):
                 await call()
+        for content, name in (({"secure": fleet_pb2.SecureMessage()}, "secure"), ({}, "unset")):
+            with pytest.raises(aio.AioRpcError, match=f"the content of the step is {name}; expected gossip"):
+                await silo.client.step(silo.work.token, 0.0, **content)
 
 
-async def test_the_steps_are_those_of_decentralised_jobs_only(folder: Path) -> None:
+async def test_clients_of_other_jobs_take_no_steps(folder: Path) -> None:
     async with daemons.running(folder) as site:
         await site.operator.start(write_job())
         client = await site.enroll()
         work = await client.assignment()
-        assert work.exchange_setup == b""
-        with pytest.raises(aio.AioRpcError, match="is not a decentralised one"):
-            await client.exchange_step(work.token, 0.0)
-        with pytest.raises(aio.AioRpcError, match="has no secure aggregation"):
-            await client.secure_step(work.token, 0.0)
+        assert not work.HasField("gossip_setup")
+        for content in ({"gossip": SiloMessage()}, {"secure": fleet_pb2.SecureMessage()}, {}):
+            with pytest.raises(aio.AioRpcError, match="clients of this job take no steps"):
+                await client.step(work.token, 0.0, **content)
         with pytest.raises(aio.AioRpcError, match="has not sent the file yet"):
             await client.receive_file(work.token, "another", "file", 0.0)
-        assert (await client.exchange_step("unknown", 0.0)).HasField("refusal")
+        assert (await client.step("unknown", 0.0)).HasField("refusal")
 
 
 async def test_a_silent_silo_is_lost_and_the_others_continue(folder: Path) -> None:

@@ -100,7 +100,7 @@ async def test_a_version_is_committed_once_the_database_is_back(site: Site) -> N
     failed = asyncio.Event()
 
     async def away_for_the_version() -> None:
-        if (await site.store.inner.jobs.list_attempts(AttemptFilter(job)))[-1].phase == "COMMITTING":
+        if (await site.store.inner.jobs.list_attempts(AttemptFilter(job)))[-1].attempt.phase == "COMMITTING":
             failed.set()
             raise StoreUnavailableError("away")
 

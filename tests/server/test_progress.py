@@ -202,10 +202,10 @@ async def aiter_of(site: Site, request: admin_pb2.WatchJobRequest):
 
 def test_the_slowest_of_equals_is_the_one_that_began_first() -> None:
     driver, tracker = collecting(3, goal=3), ProgressTracker()
-    assert tracker.summarize(driver.attempt) == ProgressSummary(3, 0)
+    assert tracker.summarize(driver.job, driver.attempt) == ProgressSummary(3, 0)
     for client_id, fraction in (("c2", 0.25), ("c1", 0.25), ("c0", 0.75)):
         tracker.record(driver.attempt.assignments[client_id], fraction)
-    assert tracker.summarize(driver.attempt) == ProgressSummary(3, 0, 3, 0.25, 0.25, "c1")
+    assert tracker.summarize(driver.job, driver.attempt) == ProgressSummary(3, 0, 3, 0.25, 0.25, "c1")
 
 
 def test_what_has_ended_is_forgotten() -> None:
@@ -217,11 +217,11 @@ def test_what_has_ended_is_forgotten() -> None:
     assert (tracker.get(before["c0"]), tracker.get(before["c1"])) == (None, 0.5)
     tracker.on_stored(driver.report("c1").changes)
     assert tracker.get(before["c1"]) is None
-    assert tracker.summarize(driver.attempt) is None
+    assert tracker.summarize(driver.job, driver.attempt) is None
 
 
 def _step(driver: SecureDriver) -> PhaseProgress | None:
-    summary = ProgressTracker().summarize(driver.attempt)
+    summary = ProgressTracker().summarize(driver.job, driver.attempt)
     return summary.step if summary is not None else None
 
 
@@ -236,7 +236,7 @@ def test_the_progress_of_each_step_of_a_secure_aggregation():
     driver.share()
     driver.upload_masked(*driver.names("SHARED")[:2])
     driver.report_masked(*driver.names("UPLOADING")[:1])
-    assert ProgressTracker().summarize(driver.attempt) == ProgressSummary(
+    assert ProgressTracker().summarize(driver.job, driver.attempt) == ProgressSummary(
         0, 1, step=PhaseProgress(AttemptPhase.COLLECTING, 1, 5)
     )
     driver.report_masked()

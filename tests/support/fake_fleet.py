@@ -183,10 +183,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServicer):
             return self.receipts.pop(0)
         return fleet_pb2.ReportResponse(receipt=fleet_pb2.Receipt(digest=request.digest))
 
-    def SecureStep(self, request: fleet_pb2.SecureStepRequest, context: Any) -> fleet_pb2.SecureStepResponse:
-        raise NotImplementedError
-
-    def ExchangeStep(self, request: fleet_pb2.ExchangeStepRequest, context: Any) -> fleet_pb2.ExchangeStepResponse:
+    def Step(self, request: fleet_pb2.StepRequest, context: Any) -> fleet_pb2.StepResponse:
         raise NotImplementedError
 
     def Fail(self, request: fleet_pb2.FailRequest, context: Any) -> fleet_pb2.FailResponse:

@@ -247,21 +247,14 @@ class RawClient(Signing):
         assert response.HasField("stop"), response
         return reason_name(response.stop.reason)
 
-    async def secure_step(
-        self, token: str, wait_s: float = PATIENCE_S, **message: bytes
-    ) -> fleet_pb2.SecureStepResponse:
-        """Takes a step of secure aggregation with this message, if any."""
-        request = fleet_pb2.SecureStepRequest(token=token, wait_s=wait_s)
-        for name, content in message.items():
-            setattr(request, name, content)
-        return await again(lambda: self.stub.SecureStep(request, metadata=self.signed("SecureStep", request)))
+    async def step(self, token: str, wait_s: float = PATIENCE_S, **content: Any) -> fleet_pb2.StepResponse:
+        """Takes a step with this content."""
+        request = fleet_pb2.StepRequest(token=token, wait_s=wait_s, **content)
+        return await again(lambda: self.stub.Step(request, metadata=self.signed("Step", request)))
 
-    async def exchange_step(
-        self, token: str, wait_s: float = PATIENCE_S, **fields: Any
-    ) -> fleet_pb2.ExchangeStepResponse:
-        """Takes a step of a decentralised job."""
-        request = fleet_pb2.ExchangeStepRequest(token=token, wait_s=wait_s, **fields)
-        return await again(lambda: self.stub.ExchangeStep(request, metadata=self.signed("ExchangeStep", request)))
+    async def secure_step(self, token: str, wait_s: float = PATIENCE_S, **message: bytes) -> fleet_pb2.StepResponse:
+        """Takes a step of secure aggregation with this message, if any."""
+        return await self.step(token, wait_s, secure=fleet_pb2.SecureMessage(**message))  # type: ignore[arg-type]
 
     async def receive_file(self, token: str, sender: str, name: str, wait_s: float = PATIENCE_S) -> bytes:
         """Downloads what another silo has sent to this one."""

@@ -12,11 +12,12 @@ import numpy as np
 from fedplat.gossip import mix, steps
 from fedplat.gossip.messages import Announcement
 from fedplat.gossip.ring import key_payload
-from fedplat.gossip.steps import SiloStep
+from fedplat.gossip.steps import SiloReport, SiloStep
 from fedplat.model import Vector
 from fedplat.secure_aggregation.primitives import KeyPair
 from fedplat.secure_aggregation.relay import RelayExchange
-from fedplat.wire.v1 import fleet_pb2
+from fedplat.wire import records
+from fedplat.wire.v1 import fleet_pb2, gossip_pb2
 from support.raw_client import RawClient, digest_of
 
 GOSSIP = """\
@@ -54,12 +55,15 @@ class RawSilo:
         """Checks in until it has its part in a round."""
         self.work = await self.client.assignment(features=(steps.FEATURE,))
 
-    async def step(self, message: steps.SiloMessage | bytes = b"", wait_s: float = 60.0, known: str = "") -> SiloStep:
-        content = message if isinstance(message, bytes) else steps.encode(message)
-        numbers = {"mixed_round": self.mixed_round, "adopted_round": self.adopted_round}
-        answer = await self.client.exchange_step(self.work.token, wait_s, message=content, known=known, **numbers)
-        assert answer.HasField("step"), answer
-        return steps.decode_step(answer.step)
+    async def step(self, report: SiloReport | None = None, wait_s: float = 60.0, known: str = "") -> SiloStep:
+        done = steps.Progress(self.mixed_round, self.adopted_round)
+        message = steps.SiloMessage(done=done, known=known, report=report)
+        return await self.send(records.write(gossip_pb2.SiloMessage, message), wait_s)
+
+    async def send(self, message: gossip_pb2.SiloMessage, wait_s: float = 60.0) -> SiloStep:
+        answer = await self.client.step(self.work.token, wait_s, gossip=message)
+        assert answer.HasField("gossip"), answer
+        return records.read(answer.gossip, SiloStep, steps.MAX_STEP_BYTES)
 
     def announcement(self) -> Announcement:
         content = self.vector.tobytes()

@@ -62,7 +62,7 @@ class SecureWork:
     masked: bytes = b""
     asked: list[Survivors] = dataclasses.field(default_factory=list[Survivors])
 
-    async def step(self, wait_s: float = PATIENCE_S, **message: bytes) -> fleet_pb2.SecureStepResponse:
+    async def step(self, wait_s: float = PATIENCE_S, **message: bytes) -> fleet_pb2.StepResponse:
         """Takes a step until there is an input."""
         while True:
             response = await self.ask(lambda client: client.secure_step(self.token, wait_s, **message))
@@ -72,10 +72,10 @@ class SecureWork:
                 return response
 
     async def advertise(self) -> None:
-        self.roster = (await self.step(keys=self.participant.advertise())).roster
+        self.roster = (await self.step(keys=self.participant.advertise())).secure.roster
 
     async def share(self) -> None:
-        self.held = (await self.step(shares=self.participant.share(self.roster))).shares
+        self.held = (await self.step(shares=self.participant.share(self.roster))).secure.shares
 
     def mask(self) -> None:
         vector = encoding.encode(self.setup.encoding, self.update, self.num_examples, self.metrics, os.urandom)
@@ -104,18 +104,18 @@ class SecureWork:
                 if exc.code() is not grpc.StatusCode.ABORTED:  # else the server asks for the bytes again
                     raise
 
-    async def confirm(self, response: fleet_pb2.SecureStepResponse) -> fleet_pb2.SecureStepResponse:
+    async def confirm(self, response: fleet_pb2.StepResponse) -> fleet_pb2.StepResponse:
         """Confirms the survivors, if the job asks for that; the input of the last step."""
-        if not response.HasField("survivors"):
+        if not response.secure.HasField("survivors"):
             return response
-        self.asked.append(Survivors.from_bytes(response.survivors))
-        return await self.step(confirmation=self.participant.confirm(response.survivors))
+        self.asked.append(Survivors.from_bytes(response.secure.survivors))
+        return await self.step(confirmation=self.participant.confirm(response.secure.survivors))
 
-    async def answer(self, response: fleet_pb2.SecureStepResponse) -> None:
+    async def answer(self, response: fleet_pb2.StepResponse) -> None:
         """Answers the shares, unless the masks were removed without this client."""
-        if response.HasField("unmask"):
-            self.asked.append(UnmaskRequest.from_bytes(response.unmask).survivors)
-            await self.step(answer=self.participant.answer(response.unmask))
+        if response.secure.HasField("unmask"):
+            self.asked.append(UnmaskRequest.from_bytes(response.secure.unmask).survivors)
+            await self.step(answer=self.participant.answer(response.secure.unmask))
 
     async def until_reported(self) -> None:
         await self.advertise()

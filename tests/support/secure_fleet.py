@@ -132,34 +132,34 @@ class SecureFleet(FakeFleet):
         self.drop(request.token)
         return response
 
-    def SecureStep(self, request: fleet_pb2.SecureStepRequest, context: Any) -> fleet_pb2.SecureStepResponse:
-        self._enter("SecureStep", request, context)
-        token, kind = request.token, request.WhichOneof("message") or "none"
+    def Step(self, request: fleet_pb2.StepRequest, context: Any) -> fleet_pb2.StepResponse:
+        self._enter("Step", request, context)
+        token, kind = request.token, request.secure.WhichOneof("message") or "none"
         self.on_message(token, kind)
         if (token, kind) in self.broken:
             self.drop(token)
             context.abort(grpc.StatusCode.UNAVAILABLE, "away")
         with self.changed:
-            self.messages[token, kind].append(b"" if kind == "none" else getattr(request, kind))
+            self.messages[token, kind].append(b"" if kind == "none" else getattr(request.secure, kind))
             ended = model_pb2.REASON_STALE if token in self.gone else None
             if (reason := self.refusals.get((token, kind), ended)) is not None:
                 self.gone.add(token)
                 self.changed.notify_all()
-                return fleet_pb2.SecureStepResponse(refusal=fleet_pb2.Refusal(reason=reason, text="not this one"))
+                return fleet_pb2.StepResponse(refusal=fleet_pb2.Refusal(reason=reason, text="not this one"))
             self._receive(token, kind, self.messages[token, kind][-1])
             self.changed.notify_all()
         self._wait(context, min(request.wait_s, self.waiting_s), lambda: self._is_ready(kind))
         with self.changed:
             if not self._is_ready(kind):
                 waiting = fleet_pb2.Waiting(remaining_s=LIMIT_S)
-                return fleet_pb2.SecureStepResponse(waiting=waiting)
+                return fleet_pb2.StepResponse(waiting=waiting)
             answer, content = self._answer(token, kind)
             answer = self.answer_kinds.get((token, kind), answer)
-        self._leave("SecureStep", context)
+        self._leave("Step", context)
         if answer == "done":
-            return fleet_pb2.SecureStepResponse(done=fleet_pb2.Done())
+            return fleet_pb2.StepResponse(done=fleet_pb2.Done())
         lie = self.lies.get(answer)
-        return fleet_pb2.SecureStepResponse(**{answer: lie(token, content) if lie else content})  # type: ignore[arg-type]
+        return fleet_pb2.StepResponse(secure=fleet_pb2.SecureInput(**{answer: lie(token, content) if lie else content}))  # type: ignore[arg-type]
 
     def _receive(self, token: str, kind: str, content: bytes) -> None:
         position = self.roster.index(token) if token in self.roster else -1

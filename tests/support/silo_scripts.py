@@ -8,23 +8,24 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from fedplat.gossip import steps
-from fedplat.gossip.steps import Contact, Instruction, SiloMessage
-from fedplat.wire.v1 import fleet_pb2
+from fedplat.gossip.steps import Contact, Instruction, SiloMessage, SiloReport
+from fedplat.wire import records
+from fedplat.wire.v1 import fleet_pb2, gossip_pb2
 from fedplat_client.cancellation import StopSignal
 
 Until: TypeAlias = Callable[["Script"], bool]
 
 
 def mixed(round_number: int) -> Until:
-    return lambda script: script.requests[-1].mixed_round >= round_number
+    return lambda script: script.requests[-1].done.mixed_round >= round_number
 
 
 def adopted(round_number: int) -> Until:
-    return lambda script: script.requests[-1].adopted_round >= round_number
+    return lambda script: script.requests[-1].done.adopted_round >= round_number
 
 
 def after(number: int) -> Until:
-    return lambda script: script.num_messages >= number
+    return lambda script: script.num_reports >= number
 
 
 _AFTER_A_MESSAGE = after(1)
@@ -41,27 +42,26 @@ class Phase:
 
 
 class Script:
-    """The server's answers, phase after phase; `messages` are those of the silo."""
+    """The server's answers, phase after phase; `reports` are those of the silo."""
 
     def __init__(self, *phases: Phase | Instruction, phase_s: float = 60.0) -> None:
         self.phases = [each if isinstance(each, Phase) else Phase(each) for each in phases]
-        self.messages: list[SiloMessage] = []
-        self.requests: list[fleet_pb2.ExchangeStepRequest] = []
-        self.num_messages = 0
+        self.requests: list[SiloMessage] = []
+        self.reports: list[SiloReport] = []
+        self.num_reports = 0
         self._phase_s = phase_s
         self._position = 0
         self.changed = threading.Condition()
 
-    def exchange_step(
-        self, request: fleet_pb2.ExchangeStepRequest, signal: StopSignal
-    ) -> fleet_pb2.ExchangeStepResponse:
+    def step(self, request: fleet_pb2.StepRequest, signal: StopSignal) -> fleet_pb2.StepResponse:
+        message = records.read(request.gossip, SiloMessage, steps.MAX_MESSAGE_BYTES)
         with self.changed, signal.attach(self._notify):
-            self.requests.append(request)
-            if request.message:
-                self.messages.append(steps.decode_message(request.message))
-                self.num_messages += 1
+            self.requests.append(message)
+            if message.report is not None:
+                self.reports.append(message.report)
+                self.num_reports += 1
             self._advance()
-            while request.known == self._known and request.wait_s and not signal.is_set():
+            while message.known == self._known and request.wait_s and not signal.is_set():
                 self.changed.wait()
                 self._advance()
             signal.check()
@@ -74,12 +74,12 @@ class Script:
                 model_receivers=phase.model_receivers,
                 mean_receivers=phase.mean_receivers,
             )
-        return fleet_pb2.ExchangeStepResponse(step=steps.encode(step))
+        return fleet_pb2.StepResponse(gossip=records.write(gossip_pb2.SiloStep, step))
 
     @property
     def progress(self) -> tuple[int, int]:
         """What the silo said last that it has mixed and adopted."""
-        return self.requests[-1].mixed_round, self.requests[-1].adopted_round
+        return self.requests[-1].done.mixed_round, self.requests[-1].done.adopted_round
 
     @property
     def _known(self) -> str:
@@ -87,7 +87,7 @@ class Script:
 
     def _advance(self) -> None:
         if self._position + 1 < len(self.phases) and self.phases[self._position].until(self):
-            self._position, self.num_messages = self._position + 1, 0
+            self._position, self.num_reports = self._position + 1, 0
             self.changed.notify_all()
 
     def _notify(self) -> None:

@@ -22,10 +22,10 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from fedplat import wire
-from fedplat.wire.v1 import admin_pb2, events_pb2, fleet_pb2, model_pb2
+from fedplat.wire.v1 import admin_pb2, events_pb2, fleet_pb2, gossip_pb2, model_pb2
 
 FOLDER = Path(__file__).resolve().parent / "golden" / f"protocol-{wire.PROTOCOL_VERSION}"
-FILES = (model_pb2.DESCRIPTOR, fleet_pb2.DESCRIPTOR, admin_pb2.DESCRIPTOR, events_pb2.DESCRIPTOR)
+FILES = (model_pb2.DESCRIPTOR, gossip_pb2.DESCRIPTOR, fleet_pb2.DESCRIPTOR, admin_pb2.DESCRIPTOR, events_pb2.DESCRIPTOR)
 JOB_FILE = (
     'name = "toy"\npopulation = "demo"\ntrainer = "toy"\nrounds = 3\n'
     '[model]\ninitial = "m.safetensors"\n[selection]\ngoal = 2\nwhere = "region == \'eu\'"\n'
@@ -64,6 +64,7 @@ VALUES: dict[str, object] = {
     "name": "toy",
     "text": "the attempt reached its goal without this client: ünïcödé",
     "reason": "the job was paused",
+    "exchange": "ring",
     "entity": "attempt",
     "from_state": "SELECTING",
     "to_state": "COLLECTING",

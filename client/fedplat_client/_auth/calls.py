@@ -21,8 +21,7 @@ _CHECK_IN = Method("CheckIn", fleet_pb2.CheckInResponse)
 _HEARTBEAT = Method("Heartbeat", fleet_pb2.HeartbeatResponse)
 _QUERY_UPLOAD = Method("QueryUpload", fleet_pb2.QueryUploadResponse)
 _REPORT = Method("Report", fleet_pb2.ReportResponse)
-_SECURE_STEP = Method("SecureStep", fleet_pb2.SecureStepResponse)
-_EXCHANGE_STEP = Method("ExchangeStep", fleet_pb2.ExchangeStepResponse)
+_STEP = Method("Step", fleet_pb2.StepResponse)
 _FAIL = Method("Fail", fleet_pb2.FailResponse)
 _RENEW_CERTIFICATE = Method("RenewCertificate", fleet_pb2.RenewCertificateResponse)
 _DOWNLOAD = Method("Download", model_pb2.Chunk)  # `pieces` decodes its messages
@@ -66,15 +65,9 @@ class Connection:
         """Report an update. No signal cancels it: the answer, whether it was accepted, is worth waiting for."""
         return self._call(_REPORT, request, StopSignal(), self._timeout_s)
 
-    def secure_step(self, request: fleet_pb2.SecureStepRequest, signal: StopSignal) -> fleet_pb2.SecureStepResponse:
-        """Send a message of secure aggregation; wait for the input of the next step, at most `request.wait_s`."""
-        return self._call(_SECURE_STEP, request, signal, request.wait_s + self._timeout_s)
-
-    def exchange_step(
-        self, request: fleet_pb2.ExchangeStepRequest, signal: StopSignal
-    ) -> fleet_pb2.ExchangeStepResponse:
-        """Report what a silo has done; wait until it has something to do, at most `request.wait_s`."""
-        return self._call(_EXCHANGE_STEP, request, signal, request.wait_s + self._timeout_s)
+    def step(self, request: fleet_pb2.StepRequest, signal: StopSignal) -> fleet_pb2.StepResponse:
+        """Send the message of a step; wait for the input of what the client does next, at most `request.wait_s`."""
+        return self._call(_STEP, request, signal, request.wait_s + self._timeout_s)
 
     def fail(self, request: fleet_pb2.FailRequest, timeout_s: float) -> None:
         """Give up an assignment. No signal cancels it, since a client also does this when it is stopped."""

@@ -38,7 +38,7 @@ def make_halves(open_silos: Callable[[], SiloWorker]) -> Mapping[str, ClientHalf
 
 def name_of(assignment: fleet_pb2.Assignment) -> str:
     """Return the name of the half for an assignment; a client cannot tell those apart that are averaged."""
-    if assignment.exchange_setup:
+    if assignment.HasField("gossip_setup"):
         return "gossip"
     if assignment.task == fleet_pb2.TASK_EVALUATE:
         return "evaluation"

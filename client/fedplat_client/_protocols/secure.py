@@ -21,21 +21,16 @@ from fedplat.secure_aggregation import encoding
 from fedplat.secure_aggregation.participant import Participant
 from fedplat.secure_aggregation.setup import Setup, digest_task
 from fedplat.wire.v1 import fleet_pb2, model_pb2
-from fedplat_client._auth.calls import Connection
 from fedplat_client._state.served_attempts import ServedAttempts
 from fedplat_client._work.failures import AssignmentFailedError, CheckInResult
+from fedplat_client._work.steps import StepCalls
 from fedplat_client._work.training import fit_model, read_config
 from fedplat_client._work.transfer import Content
 from fedplat_client._work.work import AssignedWork
-from fedplat_client.backoff import retry
-from fedplat_client.cancellation import read_stop
-from fedplat_client.errors import CallRefusedError, ServerUnavailableError
 from fedplat_client.options import ClientOptions
-from fedplat_client.task import Control, Scalar, TrainResult
+from fedplat_client.task import Scalar, TrainResult
 
 _MAX_SETUP_BYTES = 65_536
-# A server that answers long polls at once would make a busy loop.
-_MIN_POLL_S = 0.1
 
 Vector: TypeAlias = npt.NDArray[np.uint32]
 
@@ -51,16 +46,12 @@ class SecureExchange:
         setup: Setup,
         participant: Participant,
         served: ServedAttempts,
-        connection: Connection,
-        token: str,
-        control: Control,
+        calls: StepCalls,
     ) -> None:
         self._setup = setup
         self._participant = participant
         self._served = served
-        self._connection = connection
-        self._token = token
-        self._control = control
+        self._calls = calls
         self._vector: Vector | None = None
 
     def check_model(self, model: Parameters) -> None:
@@ -100,8 +91,8 @@ class SecureExchange:
     def unmask(self) -> None:
         """Wait for the survivors, and send the shares that remove the masks from their sum."""
         # The deadline so far was that of the upload; the other clients have the time until then, and that of the step.
-        remaining_s = max(self._control.remaining_s, 0.0)
-        self._control.adjust(remaining_s + self._setup.options.step_s, uploading=False)
+        control = self._calls.control
+        control.adjust(max(control.remaining_s, 0.0) + self._setup.options.step_s, uploading=False)
         with _unsafe_messages():
             kind, content = self._send({"survivors", "unmask", "done"})
             if kind == "survivors":
@@ -111,51 +102,23 @@ class SecureExchange:
 
     def _send(self, expected: Collection[str], **message: bytes) -> tuple[str, bytes]:
         """Send the message of a step until the server has the input of the next one; return its kind and content."""
-        control, options = self._control, self._control.options
-        request = fleet_pb2.SecureStepRequest(token=self._token, wait_s=options.check_in_wait_s, **message)  # type: ignore[arg-type]
-        while True:
-            began = options.clock()
-            response = self._call(request)
-            kind = response.WhichOneof("outcome")
-            if kind == "waiting":
-                # The upload time that is added is the time for a server that restarts at the end of the step.
-                control.adjust(response.waiting.remaining_s, uploading=False)
-                if (early_s := began + _MIN_POLL_S - options.clock()) > 0:
-                    control.wait(early_s)
-            elif kind == "refusal":
-                control.signal.set(read_stop(response.refusal))
-                control.signal.check()
-            elif kind is not None and kind in expected:
-                return kind, b"" if kind == "done" else getattr(response, kind)
-            else:
-                raise SecureAggregationError(
-                    f"the server answered a step of the secure aggregation with {kind or 'nothing'}; "
-                    f"expected {' or '.join(sorted(expected))}"
-                )
-
-    def _call(self, request: fleet_pb2.SecureStepRequest) -> fleet_pb2.SecureStepResponse:
-        """Make one call until the server answers or the deadline passes; the same bytes again change nothing."""
-        control = self._control
-
-        def check_deadline(exc: ServerUnavailableError) -> None:
-            if control.remaining_s <= 0:
-                control.expire()
-            control.signal.check()
-
-        try:
-            return retry(
-                lambda: self._connection.secure_step(request, control.signal),
-                control.options,
-                control.signal,
-                recover=check_deadline,
+        control = self._calls.control
+        content = fleet_pb2.SecureMessage(**message)  # type: ignore[arg-type]
+        request = fleet_pb2.StepRequest(wait_s=control.options.check_in_wait_s, secure=content)
+        while (response := self._calls.take(request, _is_input)).HasField("waiting"):
+            # The upload time that is added is the time for a server that restarts at the end of the step.
+            control.adjust(response.waiting.remaining_s, uploading=False)
+        kind = response.secure.WhichOneof("input") or response.WhichOneof("outcome")
+        if kind is None or kind not in expected:
+            raise SecureAggregationError(
+                f"the server answered a step of the secure aggregation with {kind or 'nothing'}; "
+                f"expected {' or '.join(sorted(expected))}"
             )
-        except ServerUnavailableError:
-            control.signal.check()  # without a limit of attempts, only the signal ends the retries
-            raise
-        except CallRefusedError as exc:
-            raise AssignmentFailedError(
-                model_pb2.REASON_TRANSFER_FAILED, f"the server refuses a step of the secure aggregation: {exc}"
-            ) from exc
+        return kind, b"" if kind == "done" else getattr(response.secure, kind)
+
+
+def _is_input(response: fleet_pb2.StepResponse) -> bool:
+    return not response.HasField("waiting")
 
 
 def train(work: AssignedWork) -> CheckInResult:
@@ -191,14 +154,15 @@ def _open_exchange(work: AssignedWork) -> SecureExchange:
     Raises `AssignmentFailedError` if the client's owner does not allow the assignment, or if the client has sent keys
     for this attempt before.
     """
-    assignment, control, parts = work.assignment, work.control, work.parts
-    options, key = control.options, parts.key
+    assignment, parts = work.assignment, work.parts
+    options, key = work.options, parts.key
     with _unsafe_messages():
         setup = _read_setup(assignment, read_config(assignment))
         _check_limits(setup, options)
         participant = Participant(setup, key.public, key.sign, options.secure_limits(key.public))
     _require_first(setup, parts.served.is_new)
-    return SecureExchange(setup, participant, parts.served, parts.connection, assignment.token, control)
+    calls = StepCalls(parts.connection, assignment.token, work.control)
+    return SecureExchange(setup, participant, parts.served, calls)
 
 
 def _require_first(setup: Setup, is_first: Callable[[str, int, int], bool]) -> None:

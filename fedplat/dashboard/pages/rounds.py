@@ -77,6 +77,7 @@ def show_round(visit: Visit) -> Page:
         "steps": draw_funnel(each),
         "largest_loss": funnel.largest_loss(each),
         "step": funnel.describe_step(each.progress),
+        "facts": funnel.list_facts(each),
         "waiting": waiting.describe(each, formats.clock),
         "outcomes": outcome_counts(each),
         "phase": formats.attempt_phase(each.phase),

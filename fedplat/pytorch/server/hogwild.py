@@ -156,7 +156,7 @@ def share_parameters(ranks: Ranks, parameters: Iterable[nn.Parameter]) -> None:
     ranks.barrier()
 
 
-def is_wanted(table: object) -> bool:
+def is_chosen(table: object) -> bool:
     """Return whether a training has `method = "hogwild"`."""
     return isinstance(table, WarmStart) and table.method == "hogwild"
 

@@ -143,7 +143,7 @@ class TrainingLoop:
     def run(self, parameters: Parameters) -> TrainingCurve:
         """Train the model in place. Raises `TrainingError` if it does not fit."""
         optimizer = make_on_all_ranks(self.ranks, lambda: self._reset(parameters))
-        if hogwild.is_wanted(self._work.options):
+        if hogwild.is_chosen(self._work.options):
             hogwild.share_parameters(self.ranks, self.trainee.parameters().values())
         progress = TrainingState(self.trainee, optimizer, self.plan.num_steps)
         checkpoints = self._checkpoints()
@@ -185,7 +185,7 @@ class TrainingLoop:
         trainee = Trainee(learner, self.ranks.device, seed)
         examples = load_examples(self._trainer.data, self.ranks.device)
         self._data_parallel(0).check(trainee, len(examples))
-        if hogwild.is_wanted(self._work.options):
+        if hogwild.is_chosen(self._work.options):
             hogwild.check_trainer(self._trainer, trainee)
         return trainee, examples
 
@@ -195,7 +195,7 @@ class TrainingLoop:
         table, trained = self._work.options, self.trainee.parameters().values()
         if self._trainer.optimizer is not None:
             return self._trainer.optimizer(trained, table)
-        if hogwild.is_wanted(table):
+        if hogwild.is_chosen(table):
             return hogwild.make_optimizer(trained, table)
         return torch.optim.SGD(
             trained, lr=table.learning_rate, momentum=table.momentum, weight_decay=table.weight_decay
@@ -204,7 +204,7 @@ class TrainingLoop:
     def _gradients(self, begin: int) -> GradientComputation:
         table, work = self._work.options, self._work
         every = table.checkpoint_every if isinstance(table, WarmStart) else 0
-        if hogwild.is_wanted(table):
+        if hogwild.is_chosen(table):
             return hogwild.HogwildGradients(self.ranks, work.num_ranks, work.seed, begin, every)
         if self._layout is None:
             return self._data_parallel(begin)

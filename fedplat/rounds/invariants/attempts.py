@@ -14,7 +14,6 @@ from fedplat.rounds.states import (
     OPEN_STATES,
     WORKING_PHASES,
     AssignmentState,
-    AttemptKind,
     AttemptPhase,
 )
 
@@ -66,7 +65,7 @@ def reports_are_complete(attempt: StoredAttempt) -> Iterator[Violation]:
         reported = one.state in (AssignmentState.REPORTED, AssignmentState.MERGED)
         if reported and (one.took_s is None or one.reported_revision is None):
             yield Violation(place, f"it is {one.state} without the time of its report", "took_s and reported_revision")
-        if reported and attempt.row.kind == AttemptKind.TRAIN and not one.digest:
+        if reported and attempt.protocol.folds and not one.digest:
             yield Violation(place, f"it is {one.state} without a digest", "the digest of the update")
         if one.reported_revision is not None and one.reported_revision > attempt.job.revision:
             found = f"it was reported in revision {one.reported_revision}"
@@ -76,10 +75,7 @@ def reports_are_complete(attempt: StoredAttempt) -> Iterator[Violation]:
 def above_the_minimum(attempt: StoredAttempt) -> Iterator[Violation]:
     """Check I4: no version is published with fewer reports than the minimum."""
     merged = sum(one.state == AssignmentState.MERGED for one in attempt.assignments)
-    # A minimum number of reports would depend on the participants: a private attempt has no minimum, unless its masks
-    # are removed, which reveals the number in any case.
-    has_none = (attempt.is_release and not attempt.is_secure) or not attempt.has_cohort
-    minimum = 0 if has_none else max(attempt.row.minimum, 1)
+    minimum = 0 if attempt.protocol.may_be_empty else max(attempt.row.minimum, 1)
     if attempt.row.phase == AttemptPhase.COMMITTED and merged < minimum:
         found = f"it was committed with {merged} merged updates"
         yield Violation(attempt_location(attempt.row), found, f"at least the minimum, {minimum}")
@@ -91,7 +87,7 @@ def weights_add_up(attempt: StoredAttempt) -> Iterator[Violation]:
     The server adds them in the order of acceptance, in double precision: each of n additions rounds by at most half
     a unit in the last place of the running sum, so n units of the exact sum bound the difference.
     """
-    if attempt.version is None or attempt.is_secure:  # masked updates have their weights inside
+    if attempt.version is None or attempt.protocol.has_masks:  # masked updates have their weights inside
         return
     weights = [one.weight for one in attempt.assignments if one.state == AssignmentState.MERGED]
     total = math.fsum(weights)
@@ -116,7 +112,7 @@ def weights_are_right(attempt: StoredAttempt) -> Iterator[Violation]:
             bound = "" if mode is None or mode.max_staleness is None else f", and at most {mode.max_staleness}"
             yield Violation(place, f"its staleness is {one.staleness}", f"{behind}, by its base version{bound}")
         weights = [attempt.spec.weight(one.num_examples, behind, bound) for bound in (least, most)]
-        weights = [1.0, 1.0] if attempt.is_secure else weights
+        weights = [1.0, 1.0] if attempt.protocol.has_masks else weights
         low, high = (weights[0] * (1 - 1e-12), weights[1] * (1 + 1e-12)) if behind >= 0 else (math.nan, math.nan)
         if not low <= one.weight <= high:
             expected = f"{weights[1]!r}" if least == most else f"at most {weights[1]!r}"
@@ -133,7 +129,7 @@ def _bounds(attempt: StoredAttempt, spec: JobSpec) -> tuple[float, float]:
     counted = (AssignmentState.REPORTED, AssignmentState.MERGED)
     claims = [one.num_examples for one in attempt.assignments if one.state in counted and one.staleness is not None]
     bound = influence.limit_examples(spec, claims)
-    is_training = attempt.row.kind == AttemptKind.TRAIN
+    is_training = attempt.protocol.folds
     if attempt.row.phase == AttemptPhase.COLLECTING:
         return (0.0 if is_training and influence.looks_back(spec) else math.inf), math.inf
     if not is_training or all(one.norm is None for one in attempt.assignments):

@@ -46,7 +46,7 @@ def versions_have_one_attempt(job: StoredJob) -> Iterator[Violation]:
         if row.kind not in MAKE_VERSIONS or row.phase != AttemptPhase.COMMITTED:
             continue
         version = made.get((row.round, row.number))
-        if version is None and job.is_gossip:
+        if version is None and not job.protocol.makes_versions:
             continue
         if version is None:
             yield Violation(attempt_location(row), "it is COMMITTED and has no version", "one version of its own")
@@ -123,7 +123,7 @@ def counters_agree(job: StoredJob) -> Iterator[Violation]:
         found = f"the job's latest version is {job.row.latest_version}"
         yield Violation(Location(job.row.job_id), found, f"{last.version}, the last stored version")
     committed = max(version.round for version in job.versions)
-    if job.is_gossip:
+    if not job.protocol.makes_versions:
         ended = [row.round for row in job.attempts if row.phase == AttemptPhase.COMMITTED]
         committed = max([committed, *ended])
     if job.row.round != committed:

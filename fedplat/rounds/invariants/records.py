@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from fedplat.job import JobSpec
+from fedplat.rounds.protocols.base import RoundProtocol, find_protocol
 from fedplat.rounds.states import OPEN_PHASES, AttemptKind, JobStatus
 
 
@@ -153,9 +154,9 @@ class StoredJob:
     is_foreign: bool = False
 
     @property
-    def is_gossip(self) -> bool:
-        """True if it is a decentralised job, whose rounds make no versions."""
-        return self.spec is not None and self.spec.gossip is not None
+    def protocol(self) -> RoundProtocol:
+        """The protocol of its training."""
+        return find_protocol(self.spec, AttemptKind.TRAIN)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,30 +179,14 @@ class StoredAttempt:
     num_messages: int = 0
 
     @property
-    def is_release(self) -> bool:
-        """True if its version is a private release."""
-        return self.spec is not None and self.spec.privacy is not None and self.row.kind == AttemptKind.TRAIN
-
-    @property
-    def is_secure(self) -> bool:
-        """True if its updates are aggregated securely."""
-        is_training = self.row.kind == AttemptKind.TRAIN
-        return self.spec is not None and self.spec.secure_aggregation is not None and is_training
-
-    @property
-    def has_cohort(self) -> bool:
-        """True if clients take part in it; they do not in a warm start."""
-        return self.row.kind != AttemptKind.WARM_START
+    def protocol(self) -> RoundProtocol:
+        """The protocol of attempts of its kind."""
+        return find_protocol(self.spec, self.row.kind)
 
     @property
     def carries_over(self) -> bool:
         """True if its clients may continue to work after its end."""
-        return (
-            self.spec is not None
-            and self.spec.buffered is not None
-            and self.row.kind == AttemptKind.TRAIN
-            and self.job.status == JobStatus.RUNNING
-        )
+        return self.protocol.carries_over and self.job.status == JobStatus.RUNNING
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,7 +31,7 @@ def unmasked_above_the_minimum(attempt: StoredAttempt) -> Iterator[Violation]:
     row = attempt.row
     if attempt.spec is None:
         return
-    if not attempt.is_secure:
+    if not attempt.protocol.has_masks:
         if row.num_survivors:
             yield Violation(attempt_location(row), f"it has {row.num_survivors} survivors", "0 without masks")
         return

@@ -15,6 +15,7 @@ from fedplat.rounds.protocols.base import AttemptSizes, Ending, RoundProtocol, r
 from fedplat.rounds.records import Assignment, Attempt, JobState
 from fedplat.rounds.states import WORKING_PHASES, AttemptKind, AttemptPhase, JobStatus
 from fedplat.rounds.transition import Context, Transition
+from fedplat.texts import format_count
 
 
 def begin(job: JobState, context: Context) -> Transition:
@@ -28,6 +29,23 @@ def size_cohort(job: JobState) -> AttemptSizes:
     """Return the sizes in the job file."""
     selection = job.spec.selection
     return AttemptSizes(selection.goal, selection.minimum, job.spec.num_wanted)
+
+
+def list_needs(spec: JobSpec) -> list[tuple[str, int]]:
+    """Return the goal, and what evaluations by clients need at least."""
+    selection = spec.selection
+    needs = [(f"selection.goal = {selection.goal:,}", selection.goal)]
+    if selection.sampling.is_trial:
+        needs = [(f"selection.wait_for = {selection.wait_for:,}", selection.wait_for)]
+    if (clients := spec.evaluation.clients) is not None:
+        needs.append((f"evaluation.clients.goal = {clients.goal:,}", clients.minimum))
+    return needs
+
+
+def describe_cohort(spec: JobSpec) -> str:
+    """Return how many clients are assigned and needed."""
+    reports = format_count(spec.selection.goal, "report")
+    return f"{format_count(spec.num_wanted, 'client')} assigned and {reports} needed in each"
 
 
 def demand_cohort(job: JobState, attempt: Attempt) -> Demand | None:
@@ -91,6 +109,8 @@ AVERAGING = register(
         read_state=read_no_state,
         begin=begin,
         sizes=size_cohort,
+        list_needs=list_needs,
+        describe_cohort=describe_cohort,
         demand=demand_cohort,
         count_candidates=count_candidates,
         on_drawn=attempts.assign_cohort,

@@ -48,6 +48,14 @@ class Ending(Enum):
     FAIL = auto()
 
 
+class PhaseProgress(NamedTuple):
+    """How many clients have done their part of a phase, and how many are to."""
+
+    phase: AttemptPhase
+    num_done: int
+    num_wanted: int
+
+
 class Roll(NamedTuple):
     """The members whose presence is asked for now; `is_last`: those that are absent have no more time."""
 
@@ -91,6 +99,18 @@ class RoundProtocol:
     retries: bool = True
     finishes: bool = True
     keeps_updates: bool = True
+    makes_versions: bool = True
+    """Each committed round makes one."""
+    may_be_empty: bool = False
+    """An attempt may commit without a report."""
+    carries_over: bool = False
+    """Clients may continue to work after the end of their attempt."""
+    has_masks: bool = False
+    """Clients mask their updates, and the weights are inside."""
+    draws: bool = True
+    """Its clients are drawn from those that wait."""
+    client_option: str = ""
+    """The option without which a client refuses to take part."""
     features: frozenset[str] = frozenset()
     first_phase: AttemptPhase = AttemptPhase.COLLECTING
     column: str = "protocol"
@@ -102,12 +122,22 @@ class RoundProtocol:
     handlers: Mapping[type[Any], Handler] = dataclasses.field(default_factory=dict[type[Any], Handler])
     membership: Membership = Membership()
 
+    # --- its job file: what can be known before a job begins ---
+    list_needs: Callable[[JobSpec], list[tuple[str, int]]] = OF_AVERAGING
+    """Return the numbers of clients that there must be, with the keys that demand them; empty without a bound."""
+    describe_cohort: Callable[[JobSpec], str] = OF_AVERAGING
+    """Return how many clients take part in a round: the end of `5 rounds for population p, ...`."""
+    refuse_server: Callable[[JobSpec], str] = lambda spec: ""
+    """Return why no server can run a job, although a simulation may; empty if one can."""
+
     # --- its attempts: sync, attempts ---
     begin: Callable[[JobState, Context], Transition | None] = OF_AVERAGING
     """Open the next attempt of this kind or end the job; None if it is not time for one."""
     sizes: Callable[[JobState], AttemptSizes] = OF_AVERAGING
     advance: Callable[[JobState, Attempt, Context], Transition | None] = lambda job, attempt, context: None
     """Go on without an event; None if there is nothing to do."""
+    count_phase: Callable[[JobState, Attempt], PhaseProgress | None] = lambda job, attempt: None
+    """Return how many clients have done their part of an open attempt's phase; None if they train and report only."""
     describe: Callable[[JobState, Attempt], str] = lambda job, attempt: f"round {attempt.key.round}"
 
     # --- its clients: selection, attempts, coordinator ---
@@ -120,6 +150,10 @@ class RoundProtocol:
     """How many clients were found, and how many are needed."""
     on_drawn: Callable[[JobState, Attempt, CandidatesDrawn, Context], Transition] = OF_AVERAGING
     make_part: Callable[[], SecureMessages | None] = lambda: None
+    list_messages: Callable[[Assignment], Mapping[str, bytes]] = lambda assignment: {}
+    """Return the messages in a client's part by their kinds, without those that it has not sent: `changes`."""
+    forget_messages: Callable[[Attempt], Attempt] = lambda attempt: attempt
+    """Remove them from an attempt that ends: `closing`."""
     timeouts: Callable[[JobState], tuple[float, float]] = OF_AVERAGING
     longest_s: Callable[[JobState, Assignment], float] = OF_AVERAGING
     closes_at: Callable[[JobState, float], float | None] = lambda job, now: None
@@ -183,6 +217,16 @@ _OTHERS: Mapping[AttemptKind, str] = {AttemptKind.EVALUATE: "evaluation", Attemp
 def protocol_of(job: JobState, kind: AttemptKind) -> RoundProtocol:
     """Return the protocol of a job's attempts, or assignments, of a kind."""
     return training_of(job) if kind is AttemptKind.TRAIN else _PROTOCOLS[_OTHERS[kind]]
+
+
+def find_protocol(spec: JobSpec | None, kind: str) -> RoundProtocol:
+    """Return the protocol of stored attempts of a kind, of a job whose file cannot be read if `spec` is None.
+
+    An unknown kind is not one to train.
+    """
+    if kind == AttemptKind.TRAIN:
+        return find_training(spec) if spec is not None else _PROTOCOLS["sync"]
+    return _PROTOCOLS["warm_start" if kind == AttemptKind.WARM_START else "evaluation"]
 
 
 def list_protocols(job: JobState) -> tuple[RoundProtocol, ...]:

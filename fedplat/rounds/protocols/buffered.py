@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from msgspec import structs
 
+from fedplat.job import JobSpec
 from fedplat.rounds import assignments, attempts, closing, reporting, restart, selection
 from fedplat.rounds.commands import Command
 from fedplat.rounds.demand import Demand
@@ -20,6 +21,7 @@ from fedplat.rounds.protocols.base import Ending, RoundProtocol, register
 from fedplat.rounds.records import Assignment, AssignmentSet, Attempt, JobState, make_assignment_set
 from fedplat.rounds.states import ATTEMPT_TRANSITIONS, AssignmentState, AttemptPhase, Reason, require
 from fedplat.rounds.transition import Context, Transition
+from fedplat.texts import format_count
 
 
 def advance(job: JobState, attempt: Attempt, context: Context) -> Transition | None:
@@ -44,6 +46,12 @@ def on_drawn(job: JobState, attempt: Attempt, event: CandidatesDrawn, context: C
     if not event.client_ids:
         return closing.close_without_clients(job, context)
     return attempts.assign(job, attempt, event.client_ids, context)
+
+
+def describe_cohort(spec: JobSpec) -> str:
+    """Return how many clients are at work, and how many reports make a version."""
+    reports = format_count(spec.selection.goal, "report")
+    return f"{format_count(spec.num_wanted, 'client')} at work and {reports} needed in each"
 
 
 def judge_end(job: JobState, attempt: Attempt, context: Context) -> Ending:
@@ -131,6 +139,8 @@ def _open(group: AssignmentSet) -> list[Assignment]:
 BUFFERED = register(
     RoundProtocol(
         name="buffered",
+        carries_over=True,
+        describe_cohort=describe_cohort,
         advance=advance,
         demand=demand,
         on_drawn=on_drawn,

@@ -6,7 +6,7 @@ import math
 
 from fedplat.job.sections import ClientEvaluation
 from fedplat.rounds import attempts, closing
-from fedplat.rounds.demand import Demand
+from fedplat.rounds.demand import EVALUATOR, Demand
 from fedplat.rounds.protocols.base import AttemptSizes, Ending, RoundProtocol, register
 from fedplat.rounds.records import Assignment, Attempt, JobState
 from fedplat.rounds.states import AttemptKind, AttemptPhase, Reason
@@ -53,6 +53,7 @@ def _demand(job: JobState, attempt: Attempt) -> Demand | None:
         attempt.target,
         frozenset[str](),
         Uniform(),
+        role=EVALUATOR,
     )
 
 

@@ -82,6 +82,8 @@ def _list_deadlines(job: JobState, attempt: Attempt) -> tuple[float | None, ...]
 FLOWER_APP = register(
     RoundProtocol(
         name="flower_app",
+        draws=False,
+        list_needs=lambda spec: [],  # the app draws the clients that there are
         column="cohort",  # release 0.1.0 reads it there
         write_state=lambda job: list(cohort_of(job)) or None,
         read_state=lambda stored, spec: msgspec.convert(stored or (), tuple[str, ...]),

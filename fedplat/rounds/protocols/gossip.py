@@ -39,7 +39,7 @@ from fedplat.rounds.commands import Command, NextStep
 from fedplat.rounds.demand import Demand
 from fedplat.rounds.disclosure import disclosure_of
 from fedplat.rounds.events import CandidatesDrawn, JobEvent, SiloReported, SilosLost
-from fedplat.rounds.protocols.base import Ending, Membership, RoundProtocol, register
+from fedplat.rounds.protocols.base import Ending, Membership, PhaseProgress, RoundProtocol, register
 from fedplat.rounds.records import NO_FUTILE, Assignment, Attempt, AttemptKey, JobState, ModelVersion
 from fedplat.rounds.states import (
     ASSIGNMENT_TRANSITIONS,
@@ -52,6 +52,7 @@ from fedplat.rounds.states import (
     require,
 )
 from fedplat.rounds.transition import Context, Transition
+from fedplat.texts import format_count
 
 _PHASES: Mapping[GossipPhase, AttemptPhase] = {
     GossipPhase.EXCHANGING: AttemptPhase.EXCHANGING,
@@ -107,6 +108,36 @@ def state_of(job: JobState) -> GossipState:
 def find_state(job: JobState) -> GossipState | None:
     """Return the state of a decentralised job; None for other jobs, and before it begins."""
     return job.protocol if isinstance(job.protocol, GossipState) else None
+
+
+def _describe_cohort(spec: JobSpec) -> str:
+    least, most = spec.selection.minimum, spec.selection.goal
+    silos = format_count(most, "silo")
+    return f"{silos} in each" if least == most else f"{least} to {silos} in each"
+
+
+def _refuse_server(spec: JobSpec) -> str:
+    if spec.selection.goal <= steps.MAX_SILOS:
+        return ""
+    return (
+        f"selection.goal = {spec.selection.goal}: a server coordinates at most {steps.MAX_SILOS} silos of a "
+        "decentralised job; simulate larger ones (fedplat simulate JOB.toml)"
+    )
+
+
+def _count_phase(job: JobState, attempt: Attempt) -> PhaseProgress | None:
+    """Count the silos that have the models of their neighbours, or the mean; None while models are announced."""
+    if (state := find_state(job)) is None:
+        return None
+    match state.phase:
+        case GossipPhase.EXCHANGING:
+            num_silos = len(state.announced)
+            return PhaseProgress(AttemptPhase.EXCHANGING, num_silos - len(state.awaited), num_silos)
+        case GossipPhase.OFFERING_KEYS | GossipPhase.REDUCING:
+            num_silos = len(state.offers) or len(state.candidates)
+            return PhaseProgress(AttemptPhase.REDUCING, len(state.completed), num_silos)
+        case _:
+            return None
 
 
 def assign(job: JobState, attempt: Attempt, event: CandidatesDrawn, context: Context) -> Transition:
@@ -400,10 +431,16 @@ GOSSIP = register(
         write_state=_write_state,
         read_state=_read_state,
         keeps_updates=False,
+        makes_versions=False,
+        client_option="--exchange-models",
+        list_needs=lambda spec: [],  # a simulation checks its silos, which are all its clients
+        describe_cohort=_describe_cohort,
+        refuse_server=_refuse_server,
         features=frozenset({steps.FEATURE}),
         handlers={SiloReported: on_reported, SilosLost: on_lost},
         begin=begin,
         advance=advance,
+        count_phase=_count_phase,
         demand=_demand,
         selects=lambda job, attempt: False,
         on_drawn=assign,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 
 from fedplat.rounds import closing, privacy_rules
-from fedplat.rounds.events import CandidatesDrawn
 from fedplat.rounds.protocols.base import AttemptSizes, Ending, RoundProtocol
 from fedplat.rounds.records import Attempt, JobState
 from fedplat.rounds.states import JobStatus
@@ -17,7 +16,11 @@ from fedplat.rounds.transition import Context, Transition
 
 
 def wrap(inner: RoundProtocol) -> RoundProtocol:
-    """Return the protocol of jobs that train as `inner`, privately."""
+    """Return the protocol of jobs that train as `inner`, privately.
+
+    A minimum number of reports would depend on the participants, so it is 0, unless masks are removed: that reveals
+    their number in any case.
+    """
 
     def begin(job: JobState, context: Context) -> Transition | None:
         """Pause instead of opening a round for which the budget does not suffice."""
@@ -34,17 +37,15 @@ def wrap(inner: RoundProtocol) -> RoundProtocol:
         return Ending.WAIT if context.now < attempt.closes_at else Ending.CLOSE
 
     def sizes(job: JobState) -> AttemptSizes:
-        return inner.sizes(job)._replace(minimum=privacy_rules.minimum(job))
-
-    def count_candidates(job: JobState, attempt: Attempt, event: CandidatesDrawn) -> tuple[int, int]:
-        return privacy_rules.count_candidates(job, event)
+        return inner.sizes(job) if inner.has_masks else inner.sizes(job)._replace(minimum=0)
 
     return dataclasses.replace(
         inner,
         name=f"private {inner.name}",
+        may_be_empty=not inner.has_masks,
         begin=begin,
         sizes=sizes,
-        count_candidates=count_candidates,
+        count_candidates=privacy_rules.count_candidates,
         closes_at=privacy_rules.closes_at,
         judge_end=judge_end,
     )

@@ -6,7 +6,8 @@ import dataclasses
 
 from msgspec import structs
 
-from fedplat.job.secure import require_secure
+from fedplat.job import JobSpec
+from fedplat.job.secure import group_minimum, num_groups, require_secure
 from fedplat.rounds import attempts, restart
 from fedplat.rounds.demand import Demand
 from fedplat.rounds.events import (
@@ -31,6 +32,11 @@ def _begin(job: JobState, context: Context) -> Transition:
     if begun.job.open_attempt is None:
         return begun
     return structs.replace(begun, job=structs.replace(begun.job, barred=secure_phases.bar_culprits(job)))
+
+
+def _list_needs(spec: JobSpec) -> list[tuple[str, int]]:
+    needs, needed = averaging.list_needs(spec), num_groups(spec) * group_minimum(spec)
+    return [needs[0], (f"secure_aggregation: its groups need {needed:,} clients", needed), *needs[1:]]
 
 
 def _demand(job: JobState, attempt: Attempt) -> Demand | None:
@@ -75,6 +81,7 @@ def _resume(job: JobState, attempt: Attempt, context: Context) -> Transition:
 SECURE = register(
     RoundProtocol(
         name="secure",
+        has_masks=True,
         features=frozenset({FEATURE}),
         first_phase=AttemptPhase.ADVERTISING,
         handlers={
@@ -83,11 +90,15 @@ SECURE = register(
             SurvivorsConfirmed: secure_messages.on_confirmation,
             MasksAnswered: secure_messages.on_answer,
         },
+        list_needs=_list_needs,
         begin=_begin,
         sizes=lambda job: AttemptSizes(job.spec.selection.goal, secure_phases.minimum(job.spec), job.spec.num_wanted),
         advance=secure_phases.advance,
+        count_phase=secure_messages.count_phase,
         demand=_demand,
         make_part=SecureMessages,
+        list_messages=secure_messages.list_sent,
+        forget_messages=secure_messages.forget,
         longest_s=_longest_s,
         on_reclaimed=_on_reclaimed,
         judge_upload=secure_messages.judge_upload,

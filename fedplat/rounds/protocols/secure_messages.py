@@ -8,15 +8,18 @@ others), which takes the keys and shares of the other clients.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from msgspec import structs
 
 from fedplat.errors import SecureAggregationError
 from fedplat.job.secure import require_secure
 from fedplat.rounds import assignments, reporting
+from fedplat.rounds.changes import MESSAGE_KINDS
 from fedplat.rounds.events import KeysAdvertised, MasksAnswered, SharesSent, SurvivorsConfirmed, UpdateReported
+from fedplat.rounds.protocols.base import PhaseProgress
 from fedplat.rounds.protocols.secure_phases import messages_of
-from fedplat.rounds.records import Assignment, Attempt, JobState
+from fedplat.rounds.records import Assignment, Attempt, JobState, SecureMessages
 from fedplat.rounds.states import (
     ASSIGNMENT_TRANSITIONS,
     REASON_TEXTS,
@@ -51,6 +54,57 @@ _CONFIRMATION = _Step(
     frozenset({AttemptPhase.UNMASKING, AttemptPhase.COMMITTING}),
 )
 _ANSWER = _Step("answer", AttemptPhase.UNMASKING, AssignmentState.REPORTED, frozenset({AttemptPhase.COMMITTING}))
+
+
+def list_sent(assignment: Assignment) -> Mapping[str, bytes]:
+    """Return the messages that a client has sent, by their kinds."""
+    part = assignment.secure
+    return {} if part is None else {kind: sent for kind in MESSAGE_KINDS if (sent := getattr(part, kind))}
+
+
+def forget(attempt: Attempt) -> Attempt:
+    """Remove the messages from an attempt that ends; groups and positions stay.
+
+    No row changes: the store keeps the messages apart, and removes them with the end of the attempt.
+    """
+    changed: list[Assignment] = []
+    for each in attempt.assignments.values():
+        if each.secure is not None:
+            bare = SecureMessages(each.secure.group, each.secure.position)
+            if bare != each.secure:
+                changed.append(structs.replace(each, secure=bare))
+    return attempt.with_assignments(changed) if changed else attempt
+
+
+def count_phase(job: JobState, attempt: Attempt) -> PhaseProgress | None:
+    """Count the clients that have sent their messages of a phase."""
+    counts, phase = attempt.counts, attempt.phase
+    advertised, shared, uploading, reported = (
+        counts.get(state, 0)
+        for state in (
+            AssignmentState.ADVERTISED,
+            AssignmentState.SHARED,
+            AssignmentState.UPLOADING,
+            AssignmentState.REPORTED,
+        )
+    )
+    match phase:
+        case AttemptPhase.ADVERTISING:
+            return PhaseProgress(phase, advertised, attempt.goal)
+        case AttemptPhase.SHARING:
+            return PhaseProgress(phase, shared, advertised + shared)
+        case AttemptPhase.COLLECTING:
+            return PhaseProgress(phase, reported, shared + uploading + reported)
+        case AttemptPhase.CONFIRMING:
+            return PhaseProgress(phase, _count_sent(attempt, "confirmation"), reported)
+        case AttemptPhase.UNMASKING:
+            return PhaseProgress(phase, _count_sent(attempt, "answer"), reported)
+        case _:
+            return None
+
+
+def _count_sent(attempt: Attempt, kind: str) -> int:
+    return sum(kind in list_sent(each) for each in attempt.assignments.values())
 
 
 def on_keys(job: JobState, event: KeysAdvertised, context: Context) -> Transition:

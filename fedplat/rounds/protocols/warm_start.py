@@ -61,6 +61,7 @@ WARM_START = register(
     RoundProtocol(
         name="warm_start",
         folds=False,
+        may_be_empty=True,
         finishes=False,
         begin=begin,
         sizes=lambda job: AttemptSizes(0, 0, 0),

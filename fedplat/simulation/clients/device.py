@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat.rounds.commands import Assign
-from fedplat.rounds.states import AttemptKind, AttemptPhase
+from fedplat.rounds.states import HAVE_UPDATES, AttemptKind, AttemptPhase
 from fedplat.simulation.clients import Fleet
 from fedplat.simulation.clients.availability import Clients
 from fedplat.simulation.clients.distributions import Floats, hash_uniform, hashed_normal
@@ -63,7 +63,7 @@ class DeviceAssignment:
     @property
     def trains(self) -> bool:
         """True if the client trains, and does not only score a model."""
-        return self.kind is AttemptKind.TRAIN
+        return self.kind in HAVE_UPDATES
 
     @property
     def id(self) -> AssignmentId:
@@ -128,7 +128,7 @@ class Planner:
         clients = np.array([int(command.client_id) for command in assigns])
         self._numbers[clients] += 1
         numbers = self._numbers[clients]
-        trains = np.array([command.kind is AttemptKind.TRAIN for command in assigns])
+        trains = np.array([command.kind in HAVE_UPDATES for command in assigns])
         timeout_s = np.array([command.training_timeout_s for command in assigns])
         upload_timeout_s = np.array([command.upload_timeout_s for command in assigns])
         bytes_down = self._bytes_down(clients, np.array([command.base_version for command in assigns]), sizes)

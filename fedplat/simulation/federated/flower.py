@@ -21,11 +21,12 @@ from fedplat.flower.claims import read_claims
 from fedplat.flower.grid import Exchange, NodeReply
 from fedplat.flower.server import ServerAppRun
 from fedplat.job import JobSpec, build_rule
+from fedplat.job.tables import require_flower
 from fedplat.model import Parameters
 from fedplat.rounds import Assignment, AssignmentId, AttemptKey, JobState, ModelVersion, Verdict
 from fedplat.rounds.commands import Commit, Fold, Restart, RunWarmStart
 from fedplat.rounds.events import AssignmentFailed, AttemptAggregated, UpdateRejected, UpdateReported
-from fedplat.rounds.states import AttemptKind, Reason
+from fedplat.rounds.states import Reason
 from fedplat.simulation.clients import Fleet
 from fedplat.simulation.clients.device import DeviceAssignment, Sizes
 from fedplat.simulation.engines.client_apps import Answers, AppTask
@@ -65,18 +66,17 @@ class FlowerTraining(TrainingModel):
 
     def __init__(self, app: FlowerApp, spec: JobSpec, fleet: Fleet, answers: Answers, seed: int) -> None:
         """Import the ServerApp. Raises `FlowerError`."""
-        assert spec.flower is not None
         # Without over-selection the app waits for all replies, so none of those of a moment is superfluous.
         self.one_at_a_time = spec.selection.over_selection > 1.0
         self.log: dict[int, ExchangeLog] = {}
         """What happened in each round, by its number."""
         self._app, self._answers, self._seed = app, answers, seed
-        self._options = spec.flower
+        self._options = require_flower(spec)
         self._claims_rule = build_rule(spec)
         self._nodes = _Nodes(app, _find_clients(fleet, spec.selection.where), fleet.num_clients)
         self._run = ServerAppRun(app, self._nodes.list)
         self._run.grid.name_node = "client {}".format
-        self._run.grid.max_weight_factor = spec.flower.max_weight_factor
+        self._run.grid.max_weight_factor = self._options.max_weight_factor
         self._exchange: Exchange | None = None
         self._version = 0
         self._tasks: dict[AssignmentId, AppTask] = {}
@@ -182,7 +182,7 @@ class FlowerTraining(TrainingModel):
         """Run the ServerApp to its next exchange, whose message is the next version, or to its end."""
         self._nodes.begin()
         with self._answers.server():
-            exchange = self._exchange = self._run.advance([*answers, *failed])
+            message = self._exchange = self._run.advance([*answers, *failed])
         unread = {str(answer.node_id): answer.error for answer in answers if answer.content is None}
         refused = {**unread, **{str(node): text for node, text in self._run.grid.refused.items()}}
         if (log := self.log.get(key.round)) is not None:
@@ -190,12 +190,12 @@ class FlowerTraining(TrainingModel):
         num_updates = len(answers) - len(refused)
         self._version += 1
         size = self._sizes.model
-        if exchange is not None:
-            self._answers.publish(exchange.file)
-            self.log[key.round + 1] = ExchangeLog(exchange.message_type, len(exchange.nodes))
-            size = float(exchange.file.schema.file_size_bytes)
+        if message is not None:
+            self._answers.publish(message.file)
+            self.log[key.round + 1] = ExchangeLog(message.message_type, len(message.nodes))
+            size = float(message.file.schema.file_size_bytes)
             # The size of replies is not known before: that of the message for training, and next to nothing otherwise.
-            self._sizes = Sizes(size, size if exchange.message_type.startswith("train") else 0.0)
+            self._sizes = Sizes(size, size if message.message_type.startswith("train") else 0.0)
         version = ModelVersion(
             version=self._version,
             round=key.round,
@@ -205,7 +205,7 @@ class FlowerTraining(TrainingModel):
             num_updates=num_updates,
             total_weight=float(num_updates),
         )
-        cohort = () if exchange is None else tuple(str(node) for node in exchange.nodes)
+        cohort = () if message is None else tuple(str(node) for node in message.nodes)
         return AttemptAggregated(key, version, self._run.grid.take_metrics() or None, cohort, refused)
 
     def _make_task(self, task: DeviceAssignment) -> AppTask:
@@ -223,7 +223,7 @@ class FlowerTraining(TrainingModel):
         if num_bytes > max_bytes:
             text = f"the reply has {num_bytes} bytes; flower.max_reply_mb allows {max_bytes}"
             return Verdict(Reason.REJECTED_SCHEMA, text)
-        verdict = report_validation.validate_claims(self._claims_rule, AttemptKind.TRAIN, num_examples, metrics)
+        verdict = report_validation.validate_claims(self._claims_rule, num_examples, metrics)
         if not verdict.accepted:
             return verdict
         valid = report_validation.validate_reply(reply, reply.to_blocks(), self._options.array_types)

@@ -138,7 +138,8 @@ class RealTraining(TrainingModel):
         self.expect([task])
         assert task.client_task is not None
         trained = self._engine.result(task.client_task)
-        verdict = report_validation.validate_claims(self._claims_rule, task.kind, trained.num_examples, trained.metrics)
+        rule = self._claims_rule if task.trains else None
+        verdict = report_validation.validate_claims(rule, trained.num_examples, trained.metrics)
         if not task.trains:
             return self._report_scores(task, trained, verdict)
         if verdict.accepted:

@@ -74,7 +74,7 @@ def mix_without_training(run: Mixing) -> Result:
         dead = {silo for silo in outages if run.links.is_dead(silo, number)}
         here = np.array([silo for silo in range(count) if silo not in dead], np.int64)
         edges = _draw_edges(mode, here, number)
-        confirmed, links = _confirm(run, number, edges)
+        confirmed, links = _confirm(run, mode, number, edges)
         before = distance_from_mean(values / weights)
         if mode.is_directed:
             mixing = push_sum(count, confirmed)
@@ -170,12 +170,11 @@ def _draw_edges(mode: Gossip, here: npt.NDArray[np.int64], number: int) -> Edges
     return np.array(ordered, np.int64)[drawn].reshape(-1, 2)
 
 
-def _confirm(run: Mixing, number: int, edges: Edges) -> tuple[Edges, Edges]:
+def _confirm(run: Mixing, mode: Gossip, number: int, edges: Edges) -> tuple[Edges, Edges]:
     """Return the edges whose messages arrive, and the links from sender to receiver over which one arrives."""
-    assert run.spec.gossip is not None
     seed = run.seed ^ _LOSS
     arrives = ~run.links.is_lost(seed, number, edges)
-    if run.spec.gossip.is_directed:
+    if mode.is_directed:
         return edges[arrives], edges[arrives]
     back = edges[:, ::-1]
     returns = ~run.links.is_lost(seed, number, back)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from fedplat.job import JobSpec
 from fedplat.model import Parameters
-from fedplat.rounds.protocols.base import training_name
+from fedplat.rounds.protocols.base import find_training, training_name
 from fedplat.rounds.states import AttemptKind
 from fedplat.simulation.clients import Fleet
 from fedplat.simulation.clients.links import LinkOptions
@@ -33,7 +33,7 @@ MAX_REAL = 1000
 def _make_protocol(simulation: Simulation) -> SecureProtocol | None:
     """Return what masks updates; None if clients do not mask them."""
     if not runs_protocol(simulation):
-        return ModelledProtocol() if kind_of(simulation.spec).has_masks else None
+        return ModelledProtocol() if find_training(simulation.spec).has_masks else None
     from fedplat.simulation.secure.real import RealProtocol
 
     return RealProtocol(simulation.seed)
@@ -73,13 +73,11 @@ class SimulatedKind:
     check: Callable[[JobSpec, Fleet, LinkOptions], None] = refuse_links
     learn: Callable[[Simulation, Engine, Parameters], RealTraining | SiloTraining] = _learn
     mix: Callable[[Simulation, Observer | None], Result] | None = None
-    has_masks: bool = False
-    """True if clients mask their updates."""
 
 
 _AVERAGING = SimulatedKind()
 _BUFFERED = SimulatedKind(behave=BufferedBehaviour)
-_SECURE = SimulatedKind(behave=SecureBehaviour, has_masks=True)
+_SECURE = SimulatedKind(behave=SecureBehaviour)
 KINDS: Mapping[str, SimulatedKind] = {
     "sync": _AVERAGING,
     "private sync": _AVERAGING,
@@ -105,6 +103,7 @@ def make_behaviours(work: ClientWork) -> Mapping[AttemptKind, ClientBehaviour]:
 
 def runs_protocol(simulation: Simulation) -> bool:
     """Return whether the cryptography of a secure aggregation is computed."""
-    if not kind_of(simulation.spec).has_masks or simulation.engine is None or simulation.secure_aggregation == "model":
+    spec, mode = simulation.spec, simulation.secure_aggregation
+    if not find_training(spec).has_masks or simulation.engine is None or mode == "model":
         return False
-    return simulation.secure_aggregation == "real" or simulation.spec.selection.target <= MAX_REAL
+    return mode == "real" or spec.selection.target <= MAX_REAL

@@ -173,6 +173,11 @@ class Result:
         """The committed attempts of training."""
         return tuple(each for each in self.attempts if each.kind == "TRAIN" and each.committed)
 
+    @property
+    def secure_costs(self) -> list[tuple[AttemptResult, SecureCosts]]:
+        """The attempts with secure aggregation, and the costs of it."""
+        return [(each, each.secure) for each in self.attempts if each.secure is not None]
+
     def to_dict(self, *, clients: bool = False) -> dict[str, Any]:
         """Return the result without the model, for JSON; with `clients`, includes the numbers of every client."""
         fields = {

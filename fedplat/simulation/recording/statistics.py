@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedplat.rounds import Attempt, AttemptKey, Change, JobState
+from fedplat.rounds.protocols.base import protocol_of
 from fedplat.rounds.states import BUSY_STATES, AssignmentState
 from fedplat.simulation.clients import Fleet
 from fedplat.simulation.clients.availability import Clients
@@ -115,7 +116,7 @@ class RunStatistics:
             if state in BUSY_STATES:
                 continue
             if state is AssignmentState.REPORTED:
-                if assignment.secure is None:  # else it is part of the costs of a step
+                if not protocol_of(change.job, assignment.kind).has_masks:  # else it is part of the costs of a step
                     self.bytes_up += assignment.update_bytes
                 continue
             self._counts[state.value] += 1

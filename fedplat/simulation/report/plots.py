@@ -57,7 +57,7 @@ def pictures(result: Result, summary: Summary, federation: Federation | None) ->
         found["participation"] = lambda figure: draw_participation(figure, result)
     if any(result.staleness):
         found["staleness"] = lambda figure: draw_staleness(figure, result)
-    if any(record.secure is not None for record in result.attempts):
+    if result.secure_costs:
         found["secure"] = lambda figure: draw_secure(figure, result)
     if federation is not None:
         found["data"] = lambda figure: draw_data(figure, federation)
@@ -306,7 +306,7 @@ def draw_staleness(figure: Figure, result: Result) -> None:
 
 def draw_secure(figure: Figure, result: Result) -> None:
     """Plot what secure aggregation costs in each attempt: a client's bytes, seconds of a core, and drop-outs."""
-    costs = [record.secure for record in result.attempts if record.secure is not None]
+    costs = [each for _, each in result.secure_costs]
     numbers, marker = np.arange(1, len(costs) + 1), "o" if len(costs) <= 40 else None
     figure.set_size_inches(10, 6)
     top, middle, bottom = figure.subplots(3, 1, sharex=True)

@@ -49,10 +49,10 @@ class SecureSummary(Struct, frozen=True, kw_only=True):
 
 def summarize_costs(result: Result, *, runs_protocol: bool) -> SecureSummary | None:
     """Return the costs of a run; None if it had no secure aggregation."""
-    costs = [record.secure for record in result.attempts if record.secure is not None]
+    costs = [each for _, each in result.secure_costs]
     if not costs:
         return None
-    paid = [record.secure for record in result.attempts if record.secure is not None and record.committed]
+    paid = [each for record, each in result.secure_costs if record.committed]
     dropped: Counter[str] = Counter()
     for each in costs:
         dropped.update(each.dropped)

@@ -8,7 +8,7 @@ from fedplat.config import label_expressions
 from fedplat.config.toml import format_value
 from fedplat.errors import JobFileError
 from fedplat.job import JobSpec
-from fedplat.job.secure import group_minimum, num_groups
+from fedplat.rounds.protocols.base import find_training
 from fedplat.simulation.clients import Fleet, build_fleet
 from fedplat.simulation.clients.availability import Always
 from fedplat.simulation.scenario.file import TABLE, SimulationFile
@@ -22,19 +22,20 @@ def check(spec: JobSpec, fleet: Fleet) -> str:
 
     Return a warning if each of its rounds waits for clients that do not exist; empty without one.
     """
-    if spec.flower is not None or spec.gossip is not None:
-        return ""  # an app draws the clients that there are, and a decentralised job has a check of its own
+    protocol = find_training(spec)
+    if not (needs := protocol.list_needs(spec)):
+        return ""
     count = _count_eligible(spec, fleet)
     whose = f"the {fleet.num_clients:,} clients of the simulation"
     if spec.selection.where:
         whose = f"the {count:,} of {fleet.num_clients:,} clients of the simulation that satisfy selection.where"
-    for key, needed in _needs(spec):
+    for key, needed in needs:
         if needed > count:
             raise JobFileError(f"{key}: expected at most {whose}")
-    if spec.selection.min_separation and spec.buffered is None:
+    if spec.selection.min_separation and not protocol.carries_over:
         _check_separation(spec, fleet, count)
     target, selection = spec.selection.target, spec.selection
-    if spec.buffered is not None or selection.sampling.is_trial or selection.wait_for or target <= count:
+    if protocol.carries_over or selection.sampling.is_trial or selection.wait_for or target <= count:
         return ""
     return (
         f"selection.over_selection = {selection.over_selection:g}: a round asks for {target:,} clients, more than "
@@ -70,20 +71,6 @@ def _count_eligible(spec: JobSpec, fleet: Fleet) -> int:
             f"an expression over the labels of simulation.fleet, which are {labels or 'none'}"
         )
     return count
-
-
-def _needs(spec: JobSpec) -> list[tuple[str, int]]:
-    """Return the numbers of clients that must be eligible, with the keys that demand them."""
-    selection = spec.selection
-    needs = [(f"selection.goal = {selection.goal:,}", selection.goal)]
-    if selection.sampling.is_trial:
-        needs = [(f"selection.wait_for = {selection.wait_for:,}", selection.wait_for)]
-    if spec.secure_aggregation is not None:
-        needed = num_groups(spec) * group_minimum(spec)
-        needs.append((f"secure_aggregation: its groups need {needed:,} clients", needed))
-    if (clients := spec.evaluation.clients) is not None:
-        needs.append((f"evaluation.clients.goal = {clients.goal:,}", clients.minimum))
-    return needs
 
 
 def _check_separation(spec: JobSpec, fleet: Fleet, count: int) -> None:

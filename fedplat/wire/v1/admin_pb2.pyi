@@ -1381,7 +1381,7 @@ class AttemptProgress(_message.Message):
     slowest_client_id: _builtins.str
     """The client with the least progress."""
     @_builtins.property
-    def step(self) -> Global___SecureStepProgress:
+    def step(self) -> Global___StepProgress:
         """The step of a secure aggregation, or of the exchange of a decentralised job; unset without one."""
 
     def __init__(
@@ -1393,7 +1393,7 @@ class AttemptProgress(_message.Message):
         median: _builtins.float | None = ...,
         minimum: _builtins.float | None = ...,
         slowest_client_id: _builtins.str = ...,
-        step: Global___SecureStepProgress | None = ...,
+        step: Global___StepProgress | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_median", b"_median", "_minimum", b"_minimum", "median", b"median", "minimum", b"minimum", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1411,7 +1411,7 @@ class AttemptProgress(_message.Message):
 Global___AttemptProgress: _TypeAlias = AttemptProgress  # noqa: Y015
 
 @_typing.final
-class SecureStepProgress(_message.Message):
+class StepProgress(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PHASE_FIELD_NUMBER: _builtins.int
@@ -1434,7 +1434,7 @@ class SecureStepProgress(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SecureStepProgress: _TypeAlias = SecureStepProgress  # noqa: Y015
+Global___StepProgress: _TypeAlias = StepProgress  # noqa: Y015
 
 @_typing.final
 class WatchJobRequest(_message.Message):

@@ -14,6 +14,7 @@ fedplat-nonce-bin instead of a session.
 """
 
 from collections import abc as _abc
+from fedplat.wire.v1 import gossip_pb2 as _gossip_pb2
 from fedplat.wire.v1 import model_pb2 as _model_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -450,7 +451,7 @@ class Assignment(_message.Message):
     DELTA_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     SECURE_SETUP_FIELD_NUMBER: _builtins.int
-    EXCHANGE_SETUP_FIELD_NUMBER: _builtins.int
+    GOSSIP_SETUP_FIELD_NUMBER: _builtins.int
     token: _builtins.str
     """Secret, for this assignment only; all later calls for it send the token."""
     job_id: _builtins.str
@@ -473,11 +474,7 @@ class Assignment(_message.Message):
     """The assignment's span, as a W3C traceparent: the parent of the client's spans. Empty: the server makes no traces."""
     secure_setup: _builtins.bytes
     """The setup of the secure aggregation, as fedplat.secure_aggregation.setup encodes it; empty: the job has none. With
-    it, the client sends its keys and shares with SecureStep between the training and the upload.
-    """
-    exchange_setup: _builtins.bytes
-    """The setup of a decentralised job's round, as fedplat.gossip.steps encodes it; empty: the job is not
-    decentralised. With it, the client does not report an update, and takes steps with ExchangeStep instead.
+    it, the client sends its keys and shares with Step between the training and the upload.
     """
     @_builtins.property
     def model(self) -> _model_pb2.ModelRef: ...
@@ -486,6 +483,12 @@ class Assignment(_message.Message):
     @_builtins.property
     def delta(self) -> Global___ModelDelta:
         """A smaller download for clients that have the model's base. Optional for clients."""
+
+    @_builtins.property
+    def gossip_setup(self) -> _gossip_pb2.GossipSetup:
+        """The setup of a decentralised job's round; unset: the job is not decentralised. With it, the client does not report
+        an update, and takes steps instead.
+        """
 
     def __init__(
         self,
@@ -507,11 +510,11 @@ class Assignment(_message.Message):
         delta: Global___ModelDelta | None = ...,
         traceparent: _builtins.str = ...,
         secure_setup: _builtins.bytes = ...,
-        exchange_setup: _builtins.bytes = ...,
+        gossip_setup: _gossip_pb2.GossipSetup | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "gossip_setup", b"gossip_setup", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "config", b"config", "delta", b"delta", "exchange_setup", b"exchange_setup", "heartbeat_s", b"heartbeat_s", "job_id", b"job_id", "job_name", b"job_name", "model", b"model", "model_bytes", b"model_bytes", "round", b"round", "secure_setup", b"secure_setup", "task", b"task", "token", b"token", "traceparent", b"traceparent", "trainer", b"trainer", "training_timeout_s", b"training_timeout_s", "uplink", b"uplink", "upload_timeout_s", b"upload_timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "config", b"config", "delta", b"delta", "gossip_setup", b"gossip_setup", "heartbeat_s", b"heartbeat_s", "job_id", b"job_id", "job_name", b"job_name", "model", b"model", "model_bytes", b"model_bytes", "round", b"round", "secure_setup", b"secure_setup", "task", b"task", "token", b"token", "traceparent", b"traceparent", "trainer", b"trainer", "training_timeout_s", b"training_timeout_s", "uplink", b"uplink", "upload_timeout_s", b"upload_timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -827,95 +830,83 @@ class Receipt(_message.Message):
 Global___Receipt: _TypeAlias = Receipt  # noqa: Y015
 
 @_typing.final
-class SecureStepRequest(_message.Message):
-    """The messages are encoded as fedplat.secure_aggregation.messages defines."""
-
+class StepRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
-    KEYS_FIELD_NUMBER: _builtins.int
-    SHARES_FIELD_NUMBER: _builtins.int
-    CONFIRMATION_FIELD_NUMBER: _builtins.int
-    ANSWER_FIELD_NUMBER: _builtins.int
+    SECURE_FIELD_NUMBER: _builtins.int
+    GOSSIP_FIELD_NUMBER: _builtins.int
     token: _builtins.str
     wait_s: _builtins.float
     """The longest time to wait, in seconds."""
-    keys: _builtins.bytes
-    shares: _builtins.bytes
-    confirmation: _builtins.bytes
-    answer: _builtins.bytes
+    @_builtins.property
+    def secure(self) -> Global___SecureMessage: ...
+    @_builtins.property
+    def gossip(self) -> _gossip_pb2.SiloMessage: ...
     def __init__(
         self,
         *,
         token: _builtins.str = ...,
         wait_s: _builtins.float = ...,
-        keys: _builtins.bytes = ...,
-        shares: _builtins.bytes = ...,
-        confirmation: _builtins.bytes = ...,
-        answer: _builtins.bytes = ...,
+        secure: Global___SecureMessage | None = ...,
+        gossip: _gossip_pb2.SiloMessage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "confirmation", b"confirmation", "keys", b"keys", "message", b"message", "shares", b"shares"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "gossip", b"gossip", "secure", b"secure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "confirmation", b"confirmation", "keys", b"keys", "message", b"message", "shares", b"shares", "token", b"token", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "gossip", b"gossip", "secure", b"secure", "token", b"token", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["keys", "shares", "confirmation", "answer"]  # noqa: Y015
-    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["secure", "gossip"]  # noqa: Y015
+    _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
 
-Global___SecureStepRequest: _TypeAlias = SecureStepRequest  # noqa: Y015
+Global___StepRequest: _TypeAlias = StepRequest  # noqa: Y015
 
 @_typing.final
-class SecureStepResponse(_message.Message):
+class StepResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    WAITING_FIELD_NUMBER: _builtins.int
-    ROSTER_FIELD_NUMBER: _builtins.int
-    SHARES_FIELD_NUMBER: _builtins.int
-    SURVIVORS_FIELD_NUMBER: _builtins.int
-    UNMASK_FIELD_NUMBER: _builtins.int
-    DONE_FIELD_NUMBER: _builtins.int
     REFUSAL_FIELD_NUMBER: _builtins.int
-    roster: _builtins.bytes
-    """The answer to keys."""
-    shares: _builtins.bytes
-    """The answer to shares: those that the client holds."""
-    survivors: _builtins.bytes
-    """The answer to none, if clients confirm the survivors."""
-    unmask: _builtins.bytes
-    """The answer to none, or to confirmation."""
+    WAITING_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    SECURE_FIELD_NUMBER: _builtins.int
+    GOSSIP_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def refusal(self) -> Global___Refusal:
+        """The assignment has ended, or ends by this."""
+
     @_builtins.property
     def waiting(self) -> Global___Waiting:
         """The input is not there yet: call again."""
 
     @_builtins.property
     def done(self) -> Global___Done:
-        """The answer to answer: the client is done."""
+        """The client is done."""
 
     @_builtins.property
-    def refusal(self) -> Global___Refusal:
-        """The assignment has ended."""
+    def secure(self) -> Global___SecureInput:
+        """The input, of the kind of the request."""
 
+    @_builtins.property
+    def gossip(self) -> _gossip_pb2.SiloStep: ...
     def __init__(
         self,
         *,
-        waiting: Global___Waiting | None = ...,
-        roster: _builtins.bytes = ...,
-        shares: _builtins.bytes = ...,
-        survivors: _builtins.bytes = ...,
-        unmask: _builtins.bytes = ...,
-        done: Global___Done | None = ...,
         refusal: Global___Refusal | None = ...,
+        waiting: Global___Waiting | None = ...,
+        done: Global___Done | None = ...,
+        secure: Global___SecureInput | None = ...,
+        gossip: _gossip_pb2.SiloStep | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "outcome", b"outcome", "refusal", b"refusal", "roster", b"roster", "shares", b"shares", "survivors", b"survivors", "unmask", b"unmask", "waiting", b"waiting"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "gossip", b"gossip", "outcome", b"outcome", "refusal", b"refusal", "secure", b"secure", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "outcome", b"outcome", "refusal", b"refusal", "roster", b"roster", "shares", b"shares", "survivors", b"survivors", "unmask", b"unmask", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "gossip", b"gossip", "outcome", b"outcome", "refusal", b"refusal", "secure", b"secure", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["waiting", "roster", "shares", "survivors", "unmask", "done", "refusal"]  # noqa: Y015
+    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["refusal", "waiting", "done", "secure", "gossip"]  # noqa: Y015
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_outcome) -> _WhichOneofReturnType_outcome | None: ...
 
-Global___SecureStepResponse: _TypeAlias = SecureStepResponse  # noqa: Y015
+Global___StepResponse: _TypeAlias = StepResponse  # noqa: Y015
 
 @_typing.final
 class Waiting(_message.Message):
@@ -953,72 +944,74 @@ class Done(_message.Message):
 Global___Done: _TypeAlias = Done  # noqa: Y015
 
 @_typing.final
-class ExchangeStepRequest(_message.Message):
+class SecureMessage(_message.Message):
+    """What a client sends in a step of secure aggregation. All bytes are encoded as fedplat.secure_aggregation.messages
+    defines: clients sign and hash these bytes, and the server stores and forwards them as they are.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
-    TOKEN_FIELD_NUMBER: _builtins.int
-    WAIT_S_FIELD_NUMBER: _builtins.int
-    MIXED_ROUND_FIELD_NUMBER: _builtins.int
-    ADOPTED_ROUND_FIELD_NUMBER: _builtins.int
-    MESSAGE_FIELD_NUMBER: _builtins.int
-    KNOWN_FIELD_NUMBER: _builtins.int
-    token: _builtins.str
-    wait_s: _builtins.float
-    """The longest time to wait, in seconds."""
-    mixed_round: _builtins.int
-    """The last round that the client has mixed, and that of the last mean that it has adopted."""
-    adopted_round: _builtins.int
-    message: _builtins.bytes
-    """What it reports, as fedplat.gossip.steps encodes it; empty: nothing."""
-    known: _builtins.str
-    """`known` of the last step: the server waits while it is the same. Empty: the server waits only if there is nothing to
-    do.
-    """
+    KEYS_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
+    CONFIRMATION_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
+    keys: _builtins.bytes
+    shares: _builtins.bytes
+    confirmation: _builtins.bytes
+    answer: _builtins.bytes
     def __init__(
         self,
         *,
-        token: _builtins.str = ...,
-        wait_s: _builtins.float = ...,
-        mixed_round: _builtins.int = ...,
-        adopted_round: _builtins.int = ...,
-        message: _builtins.bytes = ...,
-        known: _builtins.str = ...,
+        keys: _builtins.bytes = ...,
+        shares: _builtins.bytes = ...,
+        confirmation: _builtins.bytes = ...,
+        answer: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "confirmation", b"confirmation", "keys", b"keys", "message", b"message", "shares", b"shares"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopted_round", b"adopted_round", "known", b"known", "message", b"message", "mixed_round", b"mixed_round", "token", b"token", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "confirmation", b"confirmation", "keys", b"keys", "message", b"message", "shares", b"shares"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["keys", "shares", "confirmation", "answer"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
-Global___ExchangeStepRequest: _TypeAlias = ExchangeStepRequest  # noqa: Y015
+Global___SecureMessage: _TypeAlias = SecureMessage  # noqa: Y015
 
 @_typing.final
-class ExchangeStepResponse(_message.Message):
+class SecureInput(_message.Message):
+    """What it gets, unless it waits or is done, as it is after `answer`."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
-    STEP_FIELD_NUMBER: _builtins.int
-    REFUSAL_FIELD_NUMBER: _builtins.int
-    step: _builtins.bytes
-    """What the client has to do, as fedplat.gossip.steps encodes it."""
-    @_builtins.property
-    def refusal(self) -> Global___Refusal:
-        """The assignment has ended."""
-
+    ROSTER_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
+    SURVIVORS_FIELD_NUMBER: _builtins.int
+    UNMASK_FIELD_NUMBER: _builtins.int
+    roster: _builtins.bytes
+    """After keys."""
+    shares: _builtins.bytes
+    """After shares: those that the client holds."""
+    survivors: _builtins.bytes
+    """After none, if clients confirm the survivors."""
+    unmask: _builtins.bytes
+    """After none, or after confirmation."""
     def __init__(
         self,
         *,
-        step: _builtins.bytes = ...,
-        refusal: Global___Refusal | None = ...,
+        roster: _builtins.bytes = ...,
+        shares: _builtins.bytes = ...,
+        survivors: _builtins.bytes = ...,
+        unmask: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "refusal", b"refusal", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "roster", b"roster", "shares", b"shares", "survivors", b"survivors", "unmask", b"unmask"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "refusal", b"refusal", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "roster", b"roster", "shares", b"shares", "survivors", b"survivors", "unmask", b"unmask"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["step", "refusal"]  # noqa: Y015
-    _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_outcome) -> _WhichOneofReturnType_outcome | None: ...
+    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["roster", "shares", "survivors", "unmask"]  # noqa: Y015
+    _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
 
-Global___ExchangeStepResponse: _TypeAlias = ExchangeStepResponse  # noqa: Y015
+Global___SecureInput: _TypeAlias = SecureInput  # noqa: Y015
 
 @_typing.final
 class FailRequest(_message.Message):

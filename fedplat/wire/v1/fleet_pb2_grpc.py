@@ -80,15 +80,10 @@ class FleetStub:
                 request_serializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.ReportRequest.SerializeToString,
                 response_deserializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.ReportResponse.FromString,
                 _registered_method=True)
-        self.SecureStep = channel.unary_unary(
-                '/fedplat.wire.v1.Fleet/SecureStep',
-                request_serializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.SecureStepRequest.SerializeToString,
-                response_deserializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.SecureStepResponse.FromString,
-                _registered_method=True)
-        self.ExchangeStep = channel.unary_unary(
-                '/fedplat.wire.v1.Fleet/ExchangeStep',
-                request_serializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.ExchangeStepRequest.SerializeToString,
-                response_deserializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.ExchangeStepResponse.FromString,
+        self.Step = channel.unary_unary(
+                '/fedplat.wire.v1.Fleet/Step',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.StepRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.StepResponse.FromString,
                 _registered_method=True)
         self.Fail = channel.unary_unary(
                 '/fedplat.wire.v1.Fleet/Fail',
@@ -170,17 +165,10 @@ class FleetServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def SecureStep(self, request, context):
-        """Takes a step of secure aggregation: sends the client's message of the step, if it has one, and waits until the
-        input of the next step is there, at most wait_s. Idempotent: the same message again is accepted again.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ExchangeStep(self, request, context):
-        """Takes a step of a decentralised job: reports what the client has done, if anything, and waits until there is
-        something to do for it, at most wait_s. Idempotent: the same message again is accepted again.
+    def Step(self, request, context):
+        """Takes a step of an assignment whose kind of job has steps: sends the client's message, if it has one, and waits until
+        the server has the input of what the client does next, at most wait_s. Only the client of the assignment may take it.
+        Idempotent: the same message again is accepted again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -249,15 +237,10 @@ def add_FleetServicer_to_server(servicer, server):
                     request_deserializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.ReportRequest.FromString,
                     response_serializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.ReportResponse.SerializeToString,
             ),
-            'SecureStep': grpc.unary_unary_rpc_method_handler(
-                    servicer.SecureStep,
-                    request_deserializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.SecureStepRequest.FromString,
-                    response_serializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.SecureStepResponse.SerializeToString,
-            ),
-            'ExchangeStep': grpc.unary_unary_rpc_method_handler(
-                    servicer.ExchangeStep,
-                    request_deserializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.ExchangeStepRequest.FromString,
-                    response_serializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.ExchangeStepResponse.SerializeToString,
+            'Step': grpc.unary_unary_rpc_method_handler(
+                    servicer.Step,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.StepRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.StepResponse.SerializeToString,
             ),
             'Fail': grpc.unary_unary_rpc_method_handler(
                     servicer.Fail,
@@ -524,7 +507,7 @@ class Fleet:
             _registered_method=True)
 
     @staticmethod
-    def SecureStep(request,
+    def Step(request,
             target,
             options=(),
             channel_credentials=None,
@@ -537,36 +520,9 @@ class Fleet:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/fedplat.wire.v1.Fleet/SecureStep',
-            fedplat_dot_wire_dot_v1_dot_fleet__pb2.SecureStepRequest.SerializeToString,
-            fedplat_dot_wire_dot_v1_dot_fleet__pb2.SecureStepResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ExchangeStep(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/fedplat.wire.v1.Fleet/ExchangeStep',
-            fedplat_dot_wire_dot_v1_dot_fleet__pb2.ExchangeStepRequest.SerializeToString,
-            fedplat_dot_wire_dot_v1_dot_fleet__pb2.ExchangeStepResponse.FromString,
+            '/fedplat.wire.v1.Fleet/Step',
+            fedplat_dot_wire_dot_v1_dot_fleet__pb2.StepRequest.SerializeToString,
+            fedplat_dot_wire_dot_v1_dot_fleet__pb2.StepResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -64,13 +64,10 @@ class FleetStub:
     """Returns the offset at which an interrupted upload resumes."""
     Report: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ReportRequest, _fleet_pb2.ReportResponse]
     """Reports the result of an assignment. Idempotent: the same content again returns the first receipt."""
-    SecureStep: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.SecureStepRequest, _fleet_pb2.SecureStepResponse]
-    """Takes a step of secure aggregation: sends the client's message of the step, if it has one, and waits until the
-    input of the next step is there, at most wait_s. Idempotent: the same message again is accepted again.
-    """
-    ExchangeStep: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ExchangeStepRequest, _fleet_pb2.ExchangeStepResponse]
-    """Takes a step of a decentralised job: reports what the client has done, if anything, and waits until there is
-    something to do for it, at most wait_s. Idempotent: the same message again is accepted again.
+    Step: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.StepRequest, _fleet_pb2.StepResponse]
+    """Takes a step of an assignment whose kind of job has steps: sends the client's message, if it has one, and waits until
+    the server has the input of what the client does next, at most wait_s. Only the client of the assignment may take it.
+    Idempotent: the same message again is accepted again.
     """
     Fail: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.FailRequest, _fleet_pb2.FailResponse]
     """Ends an assignment with a failure. Idempotent."""
@@ -104,13 +101,10 @@ class FleetAsyncStub(FleetStub):
     """Returns the offset at which an interrupted upload resumes."""
     Report: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ReportRequest, _fleet_pb2.ReportResponse]  # type: ignore[assignment]
     """Reports the result of an assignment. Idempotent: the same content again returns the first receipt."""
-    SecureStep: _aio.UnaryUnaryMultiCallable[_fleet_pb2.SecureStepRequest, _fleet_pb2.SecureStepResponse]  # type: ignore[assignment]
-    """Takes a step of secure aggregation: sends the client's message of the step, if it has one, and waits until the
-    input of the next step is there, at most wait_s. Idempotent: the same message again is accepted again.
-    """
-    ExchangeStep: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ExchangeStepRequest, _fleet_pb2.ExchangeStepResponse]  # type: ignore[assignment]
-    """Takes a step of a decentralised job: reports what the client has done, if anything, and waits until there is
-    something to do for it, at most wait_s. Idempotent: the same message again is accepted again.
+    Step: _aio.UnaryUnaryMultiCallable[_fleet_pb2.StepRequest, _fleet_pb2.StepResponse]  # type: ignore[assignment]
+    """Takes a step of an assignment whose kind of job has steps: sends the client's message, if it has one, and waits until
+    the server has the input of what the client does next, at most wait_s. Only the client of the assignment may take it.
+    Idempotent: the same message again is accepted again.
     """
     Fail: _aio.UnaryUnaryMultiCallable[_fleet_pb2.FailRequest, _fleet_pb2.FailResponse]  # type: ignore[assignment]
     """Ends an assignment with a failure. Idempotent."""
@@ -197,23 +191,14 @@ class FleetServicer(metaclass=_abc_1.ABCMeta):
         """Reports the result of an assignment. Idempotent: the same content again returns the first receipt."""
 
     @_abc_1.abstractmethod
-    def SecureStep(
+    def Step(
         self,
-        request: _fleet_pb2.SecureStepRequest,
+        request: _fleet_pb2.StepRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_fleet_pb2.SecureStepResponse, _abc.Awaitable[_fleet_pb2.SecureStepResponse]]:
-        """Takes a step of secure aggregation: sends the client's message of the step, if it has one, and waits until the
-        input of the next step is there, at most wait_s. Idempotent: the same message again is accepted again.
-        """
-
-    @_abc_1.abstractmethod
-    def ExchangeStep(
-        self,
-        request: _fleet_pb2.ExchangeStepRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_fleet_pb2.ExchangeStepResponse, _abc.Awaitable[_fleet_pb2.ExchangeStepResponse]]:
-        """Takes a step of a decentralised job: reports what the client has done, if anything, and waits until there is
-        something to do for it, at most wait_s. Idempotent: the same message again is accepted again.
+    ) -> _typing.Union[_fleet_pb2.StepResponse, _abc.Awaitable[_fleet_pb2.StepResponse]]:
+        """Takes a step of an assignment whose kind of job has steps: sends the client's message, if it has one, and waits until
+        the server has the input of what the client does next, at most wait_s. Only the client of the assignment may take it.
+        Idempotent: the same message again is accepted again.
         """
 
     @_abc_1.abstractmethod

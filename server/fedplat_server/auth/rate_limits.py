@@ -234,7 +234,7 @@ class Quotas:
         self._spend(self._spent, client_id, key, self._limits.max_upload_factor * limit_bytes, num_bytes)
 
     def step(self, client_id: str, key: AttemptKey, limit_bytes: int, num_bytes: int) -> None:
-        """Count bytes of new messages of a secure aggregation; at most `limit_bytes` are accepted for an attempt."""
+        """Count bytes of new messages of steps; at most `limit_bytes` are accepted for an attempt."""
         self._spend(self._sent, client_id, key, limit_bytes, num_bytes)
 
     def refund(self, client_id: str, key: AttemptKey, num_bytes: int) -> None:

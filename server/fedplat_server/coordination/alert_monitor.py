@@ -16,8 +16,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from fedplat.rounds import AttemptKey, Change, Coordinator, JobState, privacy_rules
-from fedplat.rounds.protocols.base import protocol_of
-from fedplat.rounds.states import ENDED_JOBS, AssignmentState, AttemptKind, AttemptPhase, JobStatus
+from fedplat.rounds.disclosure import disclosure_of
+from fedplat.rounds.protocols.base import protocol_of, training_of
+from fedplat.rounds.states import (
+    ENDED_JOBS,
+    HAVE_CLIENTS,
+    HAVE_UPDATES,
+    MAKE_VERSIONS,
+    AssignmentState,
+    AttemptPhase,
+    JobStatus,
+)
 from fedplat_server import logs
 from fedplat_server.coordination import alerts
 from fedplat_server.coordination.accountant import Accountant, epsilon
@@ -155,7 +164,7 @@ class AlertMonitor:
                 continue
             if attempt.phase in _WORKING:
                 book.waiting_since = now
-            if attempt.phase is AttemptPhase.COMMITTED and attempt.kind is not AttemptKind.EVALUATE:
+            if attempt.phase is AttemptPhase.COMMITTED and attempt.kind in MAKE_VERSIONS:
                 began, book.idle_since = book.idle_since, now
                 if protocol_of(job, attempt.kind).folds:
                     counts = attempt.counts
@@ -212,8 +221,8 @@ class AlertMonitor:
         book, now, spec = self._book(job.job_id), self._now(), job.spec
         attempt, room = job.open_attempt, self._coordinator.room
         has_failed = job.status is JobStatus.FAILED
-        is_warm_start = attempt is not None and attempt.kind is AttemptKind.WARM_START
-        awaits_clients = not is_warm_start and (attempt is None or attempt.awaits_clients)
+        is_alone = attempt is not None and attempt.kind not in HAVE_CLIENTS
+        awaits_clients = not is_alone and (attempt is None or attempt.awaits_clients)
         num_waiting = room.num_waiting(spec.population)
         is_selecting = job.job_id in room.demands
         num_eligible = room.num_eligible(job.job_id) if is_selecting else num_waiting
@@ -228,7 +237,7 @@ class AlertMonitor:
             num_connected=num_waiting + working[spec.population],
             num_available=num_eligible + job.num_busy,
             waiting_s=now - book.waiting_since if awaits_clients else 0.0,
-            idle_s=0.0 if is_warm_start else now - book.idle_since,
+            idle_s=0.0 if is_alone else now - book.idle_since,
             longest_s=deadlines.selection_s + deadlines.training_s + deadlines.upload_s,
             rounds=tuple(book.rounds),
             failures=job.failures,
@@ -236,7 +245,7 @@ class AlertMonitor:
             spent=self._spent.get(job.job_id),
             exhausted=privacy_rules.describe_spent_budget(job) if job.round < spec.rounds else "",
             failed_s=self._unix_s() - self._failed_unix_s[job.job_id] if has_failed else None,
-            option="--exchange-models" if spec.gossip is not None else "",
+            option=training_of(job).client_option,
         )
 
     def begin(self, store: Store) -> None:
@@ -285,14 +294,14 @@ class AlertMonitor:
                     logs.get().warning("the spent privacy budgets could not be read", error=str(exc))
 
     def _has_private_jobs(self) -> bool:
-        return any(job.spec.privacy is not None for job in self._coordinator.jobs.values())
+        return any(disclosure_of(job.spec).is_charged for job in self._coordinator.jobs.values())
 
 
-def _is_round(attempt: AttemptRecord) -> bool:
-    return attempt.kind is AttemptKind.TRAIN and attempt.phase is AttemptPhase.COMMITTED
+def _is_round(record: AttemptRecord) -> bool:
+    return record.attempt.kind in HAVE_UPDATES and record.attempt.phase is AttemptPhase.COMMITTED
 
 
-def _round_facts(attempt: AttemptRecord) -> RoundFacts:
-    assert attempt.ended_unix_s is not None
-    seconds = attempt.ended_unix_s - attempt.opened_unix_s
-    return RoundFacts(seconds, sum(attempt.counts.values()), attempt.counts.get(AssignmentState.LATE, 0))
+def _round_facts(record: AttemptRecord) -> RoundFacts:
+    assert record.ended_unix_s is not None
+    seconds, counts = record.ended_unix_s - record.opened_unix_s, record.tally.counts
+    return RoundFacts(seconds, sum(counts.values()), counts.get(AssignmentState.LATE, 0))

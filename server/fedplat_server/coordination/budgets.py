@@ -19,6 +19,7 @@ from fedplat.errors import JobFileError, PluginError, UserCodeError
 from fedplat.job import JobSpec, calibrate, plan_charge
 from fedplat.privacy import Charge, accounting
 from fedplat.rounds import JobState
+from fedplat.rounds.disclosure import disclosure_of
 from fedplat_server.coordination.accountant import Accountant, epsilon
 from fedplat_server.database.jobs import JobRecord
 from fedplat_server.database.ledger import Budget, Population
@@ -42,7 +43,7 @@ class Budgets:
 
         Raises `RefusedError` if the job cannot be calibrated, or exceeds the population's budget.
         """
-        if state.spec.privacy is None:
+        if not disclosure_of(state.spec).is_charged:
             return await self._create(state, job_file, idempotency_key, audit)
         async with self._computing:
             if (known := await self._store.jobs.find_job(idempotency_key)) is not None:

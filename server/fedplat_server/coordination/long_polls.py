@@ -1,6 +1,6 @@
 """Pending long polls: check-ins of free clients, and heartbeats of working clients, which an abort answers at once.
 
-Clients of a secure aggregation also wait for the input of their next step.
+Clients also wait for the input of their steps (`fedplat_server/protocols/steps.py`).
 """
 
 from __future__ import annotations

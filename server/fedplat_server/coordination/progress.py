@@ -9,18 +9,9 @@ import dataclasses
 import statistics
 from collections.abc import Iterable
 
-from fedplat.gossip.state import GossipPhase, GossipState
-from fedplat.rounds import Assignment, Attempt, AttemptKey, Change
-from fedplat.rounds.states import AssignmentState, AttemptPhase
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PhaseProgress:
-    """How many clients have done their part of a step of secure aggregation or of an exchange, and how many are to."""
-
-    phase: AttemptPhase
-    num_done: int
-    num_wanted: int
+from fedplat.rounds import Assignment, Attempt, AttemptKey, Change, JobState
+from fedplat.rounds.protocols.base import PhaseProgress, protocol_of
+from fedplat.rounds.states import AssignmentState
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,12 +75,9 @@ class ProgressTracker:
                 if not assignment.is_busy:
                     self._fractions.pop((assignment.key, assignment.client_id), None)
 
-    def summarize(self, attempt: Attempt, exchange: GossipState | None = None) -> ProgressSummary | None:
-        """Return the progress of an attempt's clients; None if the attempt waits for none.
-
-        `exchange` is the state of a decentralised job.
-        """
-        step = find_step(attempt) if exchange is None else find_exchange_step(exchange)
+    def summarize(self, job: JobState, attempt: Attempt) -> ProgressSummary | None:
+        """Return the progress of the clients of a job's open attempt; None if the attempt waits for none."""
+        step = protocol_of(job, attempt.kind).count_phase(job, attempt)
         if not attempt.num_busy and step is None:
             return None
         training = [each for each in attempt.busy if each.state is AssignmentState.TRAINING]
@@ -105,47 +93,3 @@ class ProgressTracker:
         median = statistics.median(fraction for fraction, _, _ in known)
         minimum, _, slowest = min(known)
         return dataclasses.replace(summary, median=median, minimum=minimum, slowest_client_id=slowest)
-
-
-def find_step(attempt: Attempt) -> PhaseProgress | None:
-    """Return the progress of a step of secure aggregation; None if the attempt is in no step."""
-    counts, phase = attempt.counts, attempt.phase
-    advertised, shared, uploading, reported = (
-        counts.get(state, 0)
-        for state in (
-            AssignmentState.ADVERTISED,
-            AssignmentState.SHARED,
-            AssignmentState.UPLOADING,
-            AssignmentState.REPORTED,
-        )
-    )
-    match phase:
-        case AttemptPhase.ADVERTISING:
-            return PhaseProgress(phase, advertised, attempt.goal)
-        case AttemptPhase.SHARING:
-            return PhaseProgress(phase, shared, advertised + shared)
-        case AttemptPhase.COLLECTING if any(each.secure is not None for each in attempt.assignments.values()):
-            return PhaseProgress(phase, reported, shared + uploading + reported)
-        case AttemptPhase.CONFIRMING:
-            return PhaseProgress(phase, _count_messages(attempt, "confirmation"), reported)
-        case AttemptPhase.UNMASKING:
-            return PhaseProgress(phase, _count_messages(attempt, "answer"), reported)
-        case _:
-            return None
-
-
-def find_exchange_step(state: GossipState) -> PhaseProgress | None:
-    """Return how many silos have the models of their neighbours, or the mean; None while models are announced."""
-    match state.phase:
-        case GossipPhase.EXCHANGING:
-            num_silos = len(state.announced)
-            return PhaseProgress(AttemptPhase.EXCHANGING, num_silos - len(state.awaited), num_silos)
-        case GossipPhase.OFFERING_KEYS | GossipPhase.REDUCING:
-            num_silos = len(state.offers) or len(state.candidates)
-            return PhaseProgress(AttemptPhase.REDUCING, len(state.completed), num_silos)
-        case _:
-            return None
-
-
-def _count_messages(attempt: Attempt, kind: str) -> int:
-    return sum(each.secure is not None and bool(getattr(each.secure, kind)) for each in attempt.assignments.values())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from fedplat.rounds import AttemptKey, HistoryRow, JobState, ModelVersion
-from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase
+from fedplat.rounds import Attempt, AttemptKey, HistoryRow, JobState, ModelVersion
+from fedplat.rounds.states import AssignmentState
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,20 +37,6 @@ class AttemptFilter:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Funnel:
-    """How many clients took each step of an attempt.
-
-    `num_checked_in` clients of the population were waiting when clients were drawn, and `num_eligible` of them could be
-    drawn. Of the assigned ones `num_downloaded` received the model, and `num_trained` completed the training.
-    """
-
-    num_checked_in: int = 0
-    num_eligible: int = 0
-    num_downloaded: int = 0
-    num_trained: int = 0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Staleness:
     """The staleness of an attempt's updates in versions: mean and maximum."""
 
@@ -59,31 +45,35 @@ class Staleness:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class AttemptRecord:
-    """An attempt with the counts of its assignments; `ended_unix_s` is None while it is open.
+class Tally:
+    """The numbers of the assignments that count for an attempt.
 
     An assignment counts for the attempt that its update was folded into; until then, for the attempt that created it.
-    `update_bytes` is the total size of the reported updates, `largest_norm` the largest of their norms. `num_survivors`
-    is that of `Attempt`.
+    `update_bytes` is the total size of the reported updates, `largest_norm` the largest of their norms. Of the assigned
+    clients `num_downloaded` received the model, and `num_trained` completed the training.
     """
 
-    key: AttemptKey
-    kind: AttemptKind
-    phase: AttemptPhase
-    reason: str
-    base_version: int
-    goal: int
-    minimum: int
-    target: int
-    opened_unix_s: float
-    ended_unix_s: float | None
-    metrics: Mapping[str, float]
     counts: Mapping[AssignmentState, int]
-    update_bytes: int
+    update_bytes: int = 0
     staleness: Staleness = Staleness()
     largest_norm: float | None = None
-    funnel: Funnel = Funnel()
-    num_survivors: int = 0
+    num_downloaded: int = 0
+    num_trained: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AttemptRecord:
+    """An attempt, without its assignments, and what they add up to; `ended_unix_s` is None while it is open."""
+
+    attempt: Attempt
+    opened_unix_s: float
+    ended_unix_s: float | None
+    tally: Tally
+
+    @property
+    def key(self) -> AttemptKey:
+        """The identity of the attempt."""
+        return self.attempt.key
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -19,7 +19,11 @@ _Name = TypeVar("_Name", bound=StrEnum)
 
 
 def _find(enum: type[_Name], name: str, otherwise: _Name) -> _Name:
-    return enum(name) if name in enum.__members__ else otherwise
+    return enum(name) if _is_known(enum, name) else otherwise
+
+
+def _is_known(enum: type[StrEnum], name: str) -> bool:
+    return name in enum.__members__
 
 
 def attempt_kind(name: str) -> AttemptKind:
@@ -39,15 +43,15 @@ def assignment_state(name: str, *, has_ended: bool) -> AssignmentState:
 
 def reason(name: str | None) -> Reason | None:
     """Return the reason of the end of an assignment; None if this release does not know it."""
-    return Reason(name) if name is not None and name in Reason.__members__ else None
+    return Reason(name) if name is not None and _is_known(Reason, name) else None
 
 
 def describe_unknown(attempt: Row, assignments: Iterable[Row]) -> str:
     """Return which state of a job's last attempt this release does not know; empty if it knows them all."""
     place = f"attempt {attempt.number} at round {attempt.round}"
-    if attempt.phase not in AttemptPhase.__members__ or attempt.kind not in AttemptKind.__members__:
+    if not (_is_known(AttemptPhase, attempt.phase) and _is_known(AttemptKind, attempt.kind)):
         return f"{place} of the kind {attempt.kind} is {attempt.phase}"
     for each in assignments:
-        if each.state not in AssignmentState.__members__:
+        if not _is_known(AssignmentState, each.state):
             return f"the assignment of client {each.client_id} in {place} is {each.state}"
     return ""

@@ -17,7 +17,6 @@ from fedplat.config.decoding import require_known
 from fedplat.config.loaded_plugins import PluginVersion, versions_to_builtins
 from fedplat.job import JobSpec, find_mechanism, is_unreadable, read_newer
 from fedplat.job.privacy import find_mechanism_of
-from fedplat.privacy import Mechanism
 from fedplat.rounds import (
     Assignment,
     AssignmentSet,
@@ -31,8 +30,8 @@ from fedplat.rounds import (
 from fedplat.rounds.protocols.base import find_training, training_of
 from fedplat.rounds.records import NO_ASSIGNMENTS, Claim, SecureMessages
 from fedplat.rounds.states import AssignmentState, JobStatus
-from fedplat_server.database import job_files, newer_states
-from fedplat_server.database.jobs import AttemptRecord, Funnel, HistoryRecord, JobRecord, Staleness, VersionRecord
+from fedplat_server.database import job_files, newer_states, tables
+from fedplat_server.database.jobs import AttemptRecord, HistoryRecord, JobRecord, Staleness, Tally, VersionRecord
 from fedplat_server.database.ledger import encode_mechanism
 from fedplat_server.errors import StoreError
 
@@ -81,7 +80,7 @@ def version_record(row: Row) -> VersionRecord:
 def ledger_values(job: JobState, version: ModelVersion, unix_s: float) -> Values | None:
     """Return the row of `ledger` for a version that a job's last attempt made; None if it is no private release."""
     num_survivors = job.attempt.num_survivors if job.attempt is not None else 0
-    mechanism = mechanism_of(job.spec, num_survivors)
+    mechanism = find_mechanism_of(job.spec, num_survivors)
     if mechanism is None or not version.is_aggregate:
         return None
     return {
@@ -93,84 +92,38 @@ def ledger_values(job: JobState, version: ModelVersion, unix_s: float) -> Values
     }
 
 
-def mechanism_of(spec: JobSpec, num_survivors: int) -> Mechanism | None:
-    """Return the mechanism of an attempt; with the noise of clients it depends on the survivors of its secure sum."""
-    if spec.privacy is not None and spec.privacy.trust == "none" and num_survivors:
-        return find_mechanism_of(spec, num_survivors)
-    return find_mechanism(spec)
+ATTEMPT_COLUMNS = tuple(name for name in Attempt.__struct_fields__ if name in tables.attempts.c)
+"""The columns of `attempts` that have the names of the fields that they keep."""
 
 
 def attempt_values(attempt: Attempt, unix_s: float) -> Values:
     """Return a row of `attempts`, with `unix_s` as the time of its opening and, if it has ended, of its end."""
-    return {
-        "job_id": attempt.key.job_id,
-        "round": attempt.key.round,
-        "number": attempt.key.number,
-        "kind": attempt.kind,
-        "phase": attempt.phase,
-        "reason": attempt.reason,
-        "base_version": attempt.base_version,
-        "goal": attempt.goal,
-        "minimum": attempt.minimum,
-        "target": attempt.target,
-        "opened_unix_s": unix_s,
-        "ended_unix_s": None if attempt.is_open else unix_s,
-        "metrics": attempt.metrics,
-        "num_checked_in": attempt.num_checked_in,
-        "num_eligible": attempt.num_eligible,
-        "num_survivors": attempt.num_survivors,
-    }
+    times = {"opened_unix_s": unix_s, "ended_unix_s": None if attempt.is_open else unix_s}
+    return attempt.key._asdict() | {name: getattr(attempt, name) for name in ATTEMPT_COLUMNS} | times
 
 
 def attempt(row: Row) -> Attempt:
     """Read a row of `attempts`, without assignments and with times of zero."""
-    return Attempt(
-        key=AttemptKey(row.job_id, row.round, row.number),
-        kind=newer_states.attempt_kind(row.kind),
-        phase=newer_states.attempt_phase(row.phase, has_ended=row.ended_unix_s is not None),
-        base_version=row.base_version,
-        goal=row.goal,
-        minimum=row.minimum,
-        target=row.target,
-        opened_at=0.0,
-        selection_ends_at=0.0,
-        reason=row.reason,
-        metrics=row.metrics,
-        num_checked_in=row.num_checked_in,
-        num_eligible=row.num_eligible,
-        num_survivors=row.num_survivors,
-    )
+    kept = {name: getattr(row, name) for name in ATTEMPT_COLUMNS}
+    kept["kind"] = newer_states.attempt_kind(row.kind)
+    kept["phase"] = newer_states.attempt_phase(row.phase, has_ended=row.ended_unix_s is not None)
+    return Attempt(key=AttemptKey(row.job_id, row.round, row.number), opened_at=0.0, selection_ends_at=0.0, **kept)
 
 
-def attempt_record(row: Row, tally: Sequence[Row]) -> AttemptRecord:
-    """Read a row of `attempts` with the counts of its assignments: `tally` has one or more rows for each state."""
+def attempt_record(row: Row, groups: Sequence[Row]) -> AttemptRecord:
+    """Read a row of `attempts` with the tally of its assignments: `groups` has one or more rows for each state."""
     counts, has_ended = Counter[AssignmentState](), row.ended_unix_s is not None
-    for group in tally:
+    for group in groups:
         counts[newer_states.assignment_state(group.state, has_ended=has_ended)] += group.total
-    return AttemptRecord(
-        key=AttemptKey(row.job_id, row.round, row.number),
-        kind=newer_states.attempt_kind(row.kind),
-        phase=newer_states.attempt_phase(row.phase, has_ended=row.ended_unix_s is not None),
-        reason=row.reason,
-        base_version=row.base_version,
-        goal=row.goal,
-        minimum=row.minimum,
-        target=row.target,
-        opened_unix_s=row.opened_unix_s,
-        ended_unix_s=row.ended_unix_s,
-        metrics=row.metrics,
-        counts=counts,
-        update_bytes=sum(int(group.update_bytes) for group in tally),
-        staleness=_staleness(tally),
-        largest_norm=max((group.largest_norm for group in tally if group.largest_norm is not None), default=None),
-        funnel=Funnel(
-            row.num_checked_in,
-            row.num_eligible,
-            num_downloaded=sum(group.num_downloaded for group in tally),
-            num_trained=sum(group.num_trained for group in tally),
-        ),
-        num_survivors=row.num_survivors,
+    tally = Tally(
+        counts,
+        update_bytes=sum(int(group.update_bytes) for group in groups),
+        staleness=_staleness(groups),
+        largest_norm=max((group.largest_norm for group in groups if group.largest_norm is not None), default=None),
+        num_downloaded=sum(group.num_downloaded for group in groups),
+        num_trained=sum(group.num_trained for group in groups),
     )
+    return AttemptRecord(attempt(row), row.opened_unix_s, row.ended_unix_s, tally)
 
 
 def _staleness(tally: Sequence[Row]) -> Staleness:
@@ -330,7 +283,7 @@ def job_record(
         plugins=kept.plugins,
         protocol=kept.protocol,
         unmasked=past.unmasked,
-        barred=past.barred if spec.secure_aggregation is not None else (),
+        barred=past.barred,
     )
     return JobRecord(state, row.job_file, row.created_unix_s, problem)
 

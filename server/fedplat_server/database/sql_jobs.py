@@ -23,7 +23,7 @@ from fedplat.rounds import (
 from fedplat.rounds.influence import MAX_CLAIMS
 from fedplat.rounds.records import Claim
 from fedplat.rounds.reporting import MAX_DURATIONS
-from fedplat.rounds.states import AttemptKind, AttemptPhase
+from fedplat.rounds.states import HAVE_UPDATES, AttemptPhase
 from fedplat_server import crash_points
 from fedplat_server.database import json_lists, newer_states, rows, sql_ledger, sql_messages, tallies, writes
 from fedplat_server.database.job_files import JobFileReader
@@ -237,7 +237,7 @@ class JobStore:
             select(mine.client_id, mine.round, mine.number, mine.num_examples, mine.took_s, mine.metrics)
             .join(attempts, _same_attempt())
             .where(mine.job_id == job_id, mine.round >= rounds.start, mine.round < rounds.stop)
-            .where(attempts.c.kind == AttemptKind.TRAIN)
+            .where(attempts.c.kind.in_(HAVE_UPDATES))
             .order_by(mine.round, mine.number, mine.reported_revision.is_(None), mine.reported_revision, mine.client_id)
         )
 
@@ -411,7 +411,7 @@ def _durations(connection: Connection, job_id: str) -> tuple[float, ...]:
         select(assignments.c.took_s)
         .join(attempts, _same_attempt())
         .where(assignments.c.job_id == job_id, assignments.c.reported_revision.is_not(None))
-        .where(attempts.c.kind == AttemptKind.TRAIN)
+        .where(attempts.c.kind.in_(HAVE_UPDATES))
         .order_by(assignments.c.reported_revision.desc())
         .limit(MAX_DURATIONS)
     )
@@ -425,7 +425,7 @@ def _claims(connection: Connection, job_id: str) -> tuple[Claim, ...]:
         select(assignments.c.client_id, func.max(assignments.c.reported_revision).label("revision"))
         .join(attempts, _same_attempt())
         .where(assignments.c.job_id == job_id, assignments.c.reported_revision.is_not(None))
-        .where(attempts.c.kind == AttemptKind.TRAIN)
+        .where(attempts.c.kind.in_(HAVE_UPDATES))
         .group_by(assignments.c.client_id)
         .order_by(func.max(assignments.c.reported_revision).desc())
         .limit(MAX_CLAIMS)

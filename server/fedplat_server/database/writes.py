@@ -20,16 +20,14 @@ from sqlalchemy import Connection, distinct, func, or_, select
 from fedplat.job import JobSpec
 from fedplat.rounds import AttemptKey, Change
 from fedplat.rounds.changes import SentMessage
+from fedplat.rounds.disclosure import disclosure_of
 from fedplat_server import crash_points
 from fedplat_server.database import rows, sql_messages, tables
 from fedplat_server.database.rows import Values
 from fedplat_server.errors import ParticipationError, StaleRevisionError, StoreError
 from fedplat_server.records.events import EventEntry, list_events
 
-_MUTABLE_OF_ATTEMPTS = (
-    *("phase", "reason", "goal", "minimum", "target", "metrics"),
-    *("num_checked_in", "num_eligible", "num_survivors"),
-)
+_MUTABLE_OF_ATTEMPTS = tuple(name for name in rows.ATTEMPT_COLUMNS if name not in ("kind", "base_version"))
 _FIRST_KEPT = ("reported_revision", "uploading_unix_s", "ended_unix_s")
 """Columns of an assignment whose first value is kept."""
 # Sets the columns of the values that it is executed with.
@@ -128,7 +126,7 @@ class Batch:
         self.events.extend(list_events(change))
 
     def _add_limits(self, change: Change) -> None:
-        limits = ParticipationLimits.of(change.job.spec) if change.job.spec.privacy is not None else None
+        limits = ParticipationLimits.of(change.job.spec) if disclosure_of(change.job.spec).is_charged else None
         if limits is not None:
             for row in change.history:
                 if row.entity == "assignment" and not row.from_state:

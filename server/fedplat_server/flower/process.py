@@ -94,20 +94,20 @@ class AppProcess:
         self._remember((*request.replies, *request.failures))
         replies = [_read_reply(client, path) for client, path in request.replies.items()]
         failed = [NodeReply(node_id(client), None, reason) for client, reason in request.failures.items()]
-        exchange = run.advance([*replies, *failed])
+        message = run.advance([*replies, *failed])
         metrics = run.grid.take_metrics()
         unread = {reply.node_id: reply.error for reply in replies if reply.content is None}
         refused = {self._clients[node]: text[:_MAX_TEXT] for node, text in {**run.grid.refused, **unread}.items()}
-        if exchange is None:
+        if message is None:
             if (model := run.final_model) is not None:
                 _write_file(request.message, model.pieces)
             self._write(RunEnded(metrics, model is not None, refused))
             return False
-        _write_file(request.message, exchange.file.pieces)
+        _write_file(request.message, message.file.pieces)
         state = RunState(run.state, self._known)
         Path(request.state).write_bytes(msgspec.msgpack.encode(state))
-        cohort = tuple(self._clients[node] for node in exchange.nodes if node in self._clients)
-        self._write(NextExchange(cohort, exchange.message_type, metrics, refused))
+        cohort = tuple(self._clients[node] for node in message.nodes if node in self._clients)
+        self._write(NextExchange(cohort, message.message_type, metrics, refused))
         return True
 
     def _list_nodes(self) -> Sequence[int]:

@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from fedplat.errors import FedplatError
+from fedplat.job.tables import require_flower
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import RunWarmStart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
@@ -223,9 +224,9 @@ class FlowerRuns:
 
     async def _start(self, job: JobState) -> tuple[_Run, bool]:
         """Start the process of a job's app; return whether it continues with the exchange of the latest version."""
-        assert job.spec.flower is not None
+        options = require_flower(job.spec)
         await self._discard(job)
-        name = job.spec.flower.app
+        name = options.app
         if name not in self._apps:
             raise ConfigError(f"the server has no Flower app {name!r}; start it with --flower-app {name}=FOLDER")
         folder = self._data_dir / job.job_id
@@ -239,8 +240,8 @@ class FlowerRuns:
         request = StartRun(
             name,
             self._apps[name],
-            dict(job.spec.flower.run_config),
-            max_weight_factor=job.spec.flower.max_weight_factor,
+            dict(options.run_config),
+            max_weight_factor=options.max_weight_factor,
         )
         async with contextlib.AsyncExitStack() as stack:
             if job.latest.state_digest:

@@ -9,7 +9,7 @@ from msgspec import structs
 from fedplat.codecs import container
 from fedplat.config.loaded_plugins import PluginVersion
 from fedplat.job import JobSpec, Scalar
-from fedplat.rounds import ModelVersion
+from fedplat.rounds import Attempt, ModelVersion
 from fedplat.rounds.commands import RetryWindow
 from fedplat.rounds.disclosure import disclosure_of
 from fedplat.rounds.states import (
@@ -116,60 +116,64 @@ def progress(summary: ProgressSummary) -> admin_pb2.AttemptProgress:
         median=summary.median,
         minimum=summary.minimum,
         slowest_client_id=summary.slowest_client_id,
-        step=admin_pb2.SecureStepProgress(phase=_PHASES[step.phase], num_done=step.num_done, num_wanted=step.num_wanted)
+        step=admin_pb2.StepProgress(phase=_PHASES[step.phase], num_done=step.num_done, num_wanted=step.num_wanted)
         if step is not None
         else None,
     )
 
 
+_NUMBERS = tuple(
+    field.name
+    for field in admin_pb2.Round.DESCRIPTOR.fields
+    if field.name in Attempt.__struct_fields__ and field.type == field.TYPE_UINT32
+)
+"""The numbers of an attempt that have the same name on the wire."""
+
+
 def round_(
-    attempt: AttemptRecord, server_metrics: Mapping[str, float], summary: ProgressSummary | None = None
+    record: AttemptRecord, server_metrics: Mapping[str, float], summary: ProgressSummary | None = None
 ) -> admin_pb2.Round:
     """Encode an attempt with the counts of its assignments by outcome."""
-    counts = {state: attempt.counts.get(state, 0) for state in AssignmentState}
-    ended = attempt.ended_unix_s
+    attempt, tally, ended = record.attempt, record.tally, record.ended_unix_s
+    counts = {state: tally.counts.get(state, 0) for state in AssignmentState}
     return admin_pb2.Round(
         round=attempt.key.round,
         attempt=attempt.key.number,
         kind=KINDS[attempt.kind],
         phase=_PHASES[attempt.phase],
         reason=shorten(attempt.reason),
-        base_version=attempt.base_version,
-        goal=attempt.goal,
-        minimum=attempt.minimum,
         assigned=sum(counts.values()),
-        reported=_count_reported(attempt),
+        reported=_count_reported(attempt.phase, counts),
         late=counts[AssignmentState.LATE],
         failed=counts[AssignmentState.FAILED],
         rejected=counts[AssignmentState.REJECTED],
         surplus=counts[AssignmentState.SURPLUS],
         dropped=counts[AssignmentState.DROPPED],
-        opened_unix_s=attempt.opened_unix_s,
-        seconds=ended - attempt.opened_unix_s if ended is not None else 0.0,
+        opened_unix_s=record.opened_unix_s,
+        seconds=ended - record.opened_unix_s if ended is not None else 0.0,
         client_metrics=dict(attempt.metrics),
         server_metrics=dict(server_metrics),
-        update_bytes=attempt.update_bytes,
-        mean_staleness=attempt.staleness.mean,
-        max_staleness=attempt.staleness.most,
-        largest_norm=attempt.largest_norm,
+        update_bytes=tally.update_bytes,
+        mean_staleness=tally.staleness.mean,
+        max_staleness=tally.staleness.most,
+        largest_norm=tally.largest_norm,
         progress=progress(summary) if summary is not None else None,
-        target=attempt.target,
-        checked_in=attempt.funnel.num_checked_in,
-        eligible=attempt.funnel.num_eligible,
-        downloaded=attempt.funnel.num_downloaded,
-        trained=attempt.funnel.num_trained,
+        checked_in=attempt.num_checked_in,
+        eligible=attempt.num_eligible,
+        downloaded=tally.num_downloaded,
+        trained=tally.num_trained,
         merged=counts[AssignmentState.MERGED],
         busy=sum(counts[state] for state in BUSY_STATES),
-        num_survivors=attempt.num_survivors,
+        **{name: getattr(attempt, name) for name in _NUMBERS},
     )
 
 
-def _count_reported(attempt: AttemptRecord) -> int:
+def _count_reported(phase: AttemptPhase, counts: Mapping[AssignmentState, int]) -> int:
     """Return how many clients have reported; silos of a decentralised job have announced their model."""
     states = [AssignmentState.REPORTED, AssignmentState.MERGED]
-    if attempt.phase in _ANNOUNCED_PHASES:
+    if phase in _ANNOUNCED_PHASES:
         states.append(AssignmentState.ADVERTISED)
-    return sum(attempt.counts.get(state, 0) for state in states)
+    return sum(counts[state] for state in states)
 
 
 def version(record: VersionRecord, spec: JobSpec) -> admin_pb2.ModelVersion:

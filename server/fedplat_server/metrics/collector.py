@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from fedplat.rounds import Coordinator, JobState
 from fedplat.rounds.disclosure import disclosure_of
-from fedplat.rounds.protocols.base import protocol_of
+from fedplat.rounds.protocols.base import protocol_of, training_of
 from fedplat.rounds.states import ENDED_JOBS, JobStatus
 from fedplat_server import __version__
 from fedplat_server.auth.tls import Certificates
@@ -131,7 +131,7 @@ class DaemonCollector(Collector):
             families.add("job_idle_since_timestamp_seconds", series.idle_since, *labels)
             families.add("job_usual_round_seconds", usual_round_s(series, job), *labels)
             # A Flower app draws its own clients, and some private jobs must not reveal how many clients they have.
-            if job.spec.flower is None and disclosure_of(job.spec).shows_cohorts:
+            if training_of(job).draws and disclosure_of(job.spec).shows_cohorts:
                 families.add("job_clients_available", _count_available(leader.coordinator, job), *labels)
                 families.add("job_clients_goal", job.spec.selection.goal, *labels)
 

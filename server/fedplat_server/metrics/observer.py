@@ -60,7 +60,7 @@ class ObservedActor(Actor):
             self._on_release()
         if change.version is not None and change.version.restored_from is None:
             self._table.note_commit(change.job.job_id)
-            if change.job.spec.privacy is not None:
+            if disclosure_of(change.job.spec).is_charged:
                 self._on_release()
 
     def _record_clients(self, change: Change, labels: tuple[str, str]) -> None:

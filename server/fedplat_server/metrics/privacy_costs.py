@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from fedplat.rounds import JobState
+from fedplat.rounds.disclosure import disclosure_of
 from fedplat_server import logs
 from fedplat_server.coordination import accountant
 from fedplat_server.coordination.accountant import Accountant
@@ -75,7 +76,7 @@ class PrivacyCosts:
             started = time.monotonic()
             try:
                 populations = await self._ledger.load_populations()
-                jobs = [job for job in self._jobs() if job.spec.privacy is not None]
+                jobs = [job for job in self._jobs() if disclosure_of(job.spec).is_charged]
                 if jobs or any(population.budget is not None for population in populations):
                     self.losses = await self._thread.run(compute, jobs, populations)
                 else:

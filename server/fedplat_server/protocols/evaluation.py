@@ -7,10 +7,12 @@ from collections.abc import Collection, Sequence
 
 from typing_extensions import override
 
+from fedplat import report_validation
+from fedplat.aggregate import Rule
 from fedplat.job import JobSpec
-from fedplat.rounds import Change, JobState
+from fedplat.rounds import Assignment, Change, JobState, Verdict
 from fedplat.rounds.protocols import warm_start
-from fedplat.rounds.states import ENDED_JOBS
+from fedplat.rounds.states import ENDED_JOBS, Reason
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.protocols.half import ServerHalf
 
@@ -22,6 +24,14 @@ class EvaluationHalf(ServerHalf):
     def make_task(self, spec: JobSpec) -> fleet_pb2.Assignment:
         assert spec.evaluation.clients is not None
         return fleet_pb2.Assignment(task=fleet_pb2.TASK_EVALUATE, trainer=spec.evaluation.clients.evaluator)
+
+    @override
+    def judge_claims(self, rule: Rule, assignment: Assignment, request: fleet_pb2.ReportRequest) -> Verdict:
+        limits = self._parts.limits.metrics
+        verdict = report_validation.validate_claims(None, request.num_examples, request.metrics, limits)
+        if verdict.accepted and request.digest:
+            return Verdict(Reason.REJECTED_DIGEST, "an evaluation has no update")
+        return verdict
 
 
 class WarmStartHalf(ServerHalf):

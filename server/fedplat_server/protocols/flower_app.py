@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from fedplat import report_validation
 from fedplat.job import JobSpec
-from fedplat.job.sections import Flower
+from fedplat.job.tables import require_flower
 from fedplat.rounds import Assignment, AttemptKey, Change, JobState
 from fedplat.rounds.commands import RunWarmStart
 from fedplat.rounds.states import ENDED_JOBS
@@ -33,8 +33,7 @@ class FlowerAppHalf(ServerHalf):
 
     @override
     async def check_job(self, spec: JobSpec) -> None:
-        assert spec.flower is not None
-        app, apps = spec.flower.app, self._runs.names
+        app, apps = require_flower(spec).app, self._runs.names
         if app not in apps:
             raise RefusedError(
                 Code.INVALID_JOB_FILE,
@@ -44,11 +43,11 @@ class FlowerAppHalf(ServerHalf):
 
     @override
     async def size_limit(self, job: JobState, assignment: Assignment) -> int:
-        return _options(job).max_reply_bytes(job.latest.size_bytes)
+        return require_flower(job.spec).max_reply_bytes(job.latest.size_bytes)
 
     @override
     async def validator(self, job: JobState, assignment: Assignment, base: Path) -> Validate:
-        return functools.partial(report_validation.validate_message, array_types=_options(job).array_types)
+        return functools.partial(report_validation.validate_message, array_types=require_flower(job.spec).array_types)
 
     @override
     def open_backend(
@@ -76,8 +75,3 @@ class FlowerAppHalf(ServerHalf):
     @override
     def show(self, job: JobState) -> admin_pb2.Job:
         return admin_pb2.Job()
-
-
-def _options(job: JobState) -> Flower:
-    assert job.spec.flower is not None
-    return job.spec.flower

@@ -13,13 +13,13 @@ from fedplat.gossip.topology import describe_edges_problem, describe_unknown
 from fedplat.job import JobSpec
 from fedplat.rounds import Assignment, AttemptKey, Change, JobState, Verdict
 from fedplat.rounds.protocols.gossip import find_state, state_of
-from fedplat.wire.v1 import admin_pb2, fleet_pb2
+from fedplat.wire.v1 import admin_pb2, fleet_pb2, gossip_pb2
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.database.sql_clients import ClientStore
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import validation
 from fedplat_server.messages.streams import UploadMessage
-from fedplat_server.protocols.exchange_steps import ExchangeSteps
+from fedplat_server.protocols.gossip_steps import GossipSteps
 from fedplat_server.protocols.half import HalfParts, ServerHalf
 from fedplat_server.protocols.relay import Relay
 from fedplat_server.protocols.silence import SilenceMonitor
@@ -32,7 +32,7 @@ class GossipHalf(ServerHalf):
     """Decentralised jobs: silos send each other their models; the server has their steps and encrypted files."""
 
     def __init__(
-        self, parts: HalfParts, steps: ExchangeSteps, relay: Relay, silence: SilenceMonitor, clients: ClientStore
+        self, parts: HalfParts, steps: GossipSteps, relay: Relay, silence: SilenceMonitor, clients: ClientStore
     ) -> None:
         super().__init__(parts)
         self._steps = steps
@@ -66,18 +66,18 @@ class GossipHalf(ServerHalf):
     @override
     async def set_up(self, job: JobState, key: AttemptKey) -> fleet_pb2.Assignment:
         mode, trains = _mode(job), state_of(job).round <= job.spec.rounds
-        setup = steps.ExchangeSetup(trains=trains, exchange=mode.exchange, gamma=mode.gamma)
-        return fleet_pb2.Assignment(exchange_setup=steps.encode(setup))
+        setup = gossip_pb2.GossipSetup(trains=trains, exchange=mode.exchange, gamma=mode.gamma)
+        return fleet_pb2.Assignment(gossip_setup=setup)
 
     @override
     def judge(self, job: JobState, assignment: Assignment) -> Verdict:
-        text = "silos of a decentralised job send no updates to the server; expected ExchangeStep"
+        text = "silos of a decentralised job send no updates to the server; expected Step"
         raise RefusedError(Code.INVALID_REQUEST, text)
 
     @override
-    async def take_exchange_step(
-        self, client: ClientRecord, assignment: Assignment, request: fleet_pb2.ExchangeStepRequest
-    ) -> fleet_pb2.ExchangeStepResponse:
+    async def take_step(
+        self, client: ClientRecord, assignment: Assignment, request: fleet_pb2.StepRequest
+    ) -> fleet_pb2.StepResponse:
         return await self._steps.take(client, assignment, request)
 
     @override

@@ -79,9 +79,7 @@ class ServerHalf:
     def judge_claims(self, rule: Rule, assignment: Assignment, request: fleet_pb2.ReportRequest) -> Verdict:
         """Judge the numbers of a report."""
         limits = self._parts.limits.metrics
-        return report_validation.validate_claims(
-            rule, assignment.kind, request.num_examples, request.metrics, request.digest, limits
-        )
+        return report_validation.validate_claims(rule, request.num_examples, request.metrics, limits)
 
     async def validator(self, job: JobState, assignment: Assignment, base: Path) -> Validate:
         """Return the function that validates the file of an update; `base` is that of the job's latest version."""
@@ -89,17 +87,11 @@ class ServerHalf:
 
     # --- its steps and files between clients: fleet. Asked for the kind of the job's training. ---
 
-    async def take_secure_step(
-        self, client: ClientRecord, assignment: Assignment, request: fleet_pb2.SecureStepRequest
-    ) -> fleet_pb2.SecureStepResponse:
-        """Take a step of a secure aggregation."""
-        raise RefusedError(Code.INVALID_REQUEST, "the job of this assignment has no secure aggregation")
-
-    async def take_exchange_step(
-        self, client: ClientRecord, assignment: Assignment, request: fleet_pb2.ExchangeStepRequest
-    ) -> fleet_pb2.ExchangeStepResponse:
-        """Take a step of a silo."""
-        raise RefusedError(Code.INVALID_REQUEST, "the job of this assignment is not a decentralised one")
+    async def take_step(
+        self, client: ClientRecord, assignment: Assignment, request: fleet_pb2.StepRequest
+    ) -> fleet_pb2.StepResponse:
+        """Take a step of a client; see `steps`. Raises `RefusedError`."""
+        raise RefusedError(Code.INVALID_REQUEST, "clients of this job take no steps; expected Report or Fail")
 
     async def receive_file(
         self, assignment: Assignment, header: fleet_pb2.UploadHeader, messages: AsyncIterator[UploadMessage]

@@ -14,9 +14,9 @@ from fedplat_server.aggregation.secure_attempts import SecureAttempts
 from fedplat_server.database.sql_clients import ClientStore
 from fedplat_server.flower.runs import FlowerRuns
 from fedplat_server.protocols.evaluation import EvaluationHalf, WarmStartHalf
-from fedplat_server.protocols.exchange_steps import ExchangeSteps
 from fedplat_server.protocols.flower_app import FlowerAppHalf
 from fedplat_server.protocols.gossip import GossipHalf
+from fedplat_server.protocols.gossip_steps import GossipSteps
 from fedplat_server.protocols.half import HalfParts, ServerHalf
 from fedplat_server.protocols.relay import Relay, RelayParts
 from fedplat_server.protocols.secure import SecureHalf
@@ -43,7 +43,7 @@ def _make_plain(parts: KindParts) -> ServerHalf:
 
 
 def _make_gossip(parts: KindParts) -> ServerHalf:
-    steps, clock = ExchangeSteps(parts.steps), asyncio.get_running_loop().time
+    steps, clock = GossipSteps(parts.steps), asyncio.get_running_loop().time
     silence = SilenceMonitor(parts.relay.coordinator, parts.steps.clients, parts.steps.runner.post, clock)
     return GossipHalf(parts.common, steps, Relay(parts.relay, steps.list_waiting), silence, parts.clients)
 

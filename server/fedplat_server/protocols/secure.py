@@ -47,9 +47,7 @@ class SecureHalf(ServerHalf):
         collects = attempt is not None and attempt.phase is AttemptPhase.COLLECTING
         if collects and assignment.state in _MASKING_STATES:
             return ACCEPTED
-        return Verdict(
-            Reason.REJECTED_MESSAGE, "the update came before the client had its masks; call SecureStep first"
-        )
+        return Verdict(Reason.REJECTED_MESSAGE, "the update came before the client had its masks; take its steps first")
 
     @override
     async def size_limit(self, job: JobState, assignment: Assignment) -> int:
@@ -65,9 +63,9 @@ class SecureHalf(ServerHalf):
         return functools.partial(report_validation.validate_masked, setup=setup)
 
     @override
-    async def take_secure_step(
-        self, client: ClientRecord, assignment: Assignment, request: fleet_pb2.SecureStepRequest
-    ) -> fleet_pb2.SecureStepResponse:
+    async def take_step(
+        self, client: ClientRecord, assignment: Assignment, request: fleet_pb2.StepRequest
+    ) -> fleet_pb2.StepResponse:
         return await self._steps.take(client, assignment, request)
 
     @override

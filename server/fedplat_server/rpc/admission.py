@@ -29,7 +29,7 @@ FLEET = fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].full_name
 """The service for clients; all others need an operator."""
 NEWCOMERS = frozenset({"GetChallenge", "Enroll", "OpenSession"})
 """Methods of the Fleet service that are called without a credential."""
-LARGE = frozenset({"Report", "SecureStep"})
+LARGE = frozenset({"Report", "Step"})
 """Methods whose first message may be so large that it needs a share of the upload memory."""
 READS_PER_CONNECTION = 2
 """First messages that one connection without a credential may send concurrently; a client sends one."""
@@ -219,7 +219,7 @@ class Admission:
             return
         async with self._memory.reports.share(interceptor.max_bytes(method)) as share:
             await _signal_gateway(context)
-            yield ReadPermit(read, share, is_poll=name == "SecureStep")
+            yield ReadPermit(read, share, is_poll=name == "Step")
 
 
 class OpenAdmission:

@@ -21,6 +21,7 @@ from fedplat_server.coordination.conflicts import Conflicts
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import convert, streams, validation
+from fedplat_server.protocols import steps
 from fedplat_server.protocols.half import ServerHalf
 from fedplat_server.protocols.registry import ServerHalves
 from fedplat_server.rpc.assignment_finder import AssignmentFinder
@@ -127,22 +128,12 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
         )
 
     @override
-    async def SecureStep(self, request: fleet_pb2.SecureStepRequest, context: Context) -> fleet_pb2.SecureStepResponse:
+    async def Step(self, request: fleet_pb2.StepRequest, context: Context) -> fleet_pb2.StepResponse:
         client = await self._client(context)
         assignment = await self._find(client, request.token)
         if assignment is None:
-            return fleet_pb2.SecureStepResponse(refusal=convert.refusal(Reason.STALE, RETRY_SOON))
-        return await self._half_of(assignment).take_secure_step(client, assignment, request)
-
-    @override
-    async def ExchangeStep(
-        self, request: fleet_pb2.ExchangeStepRequest, context: Context
-    ) -> fleet_pb2.ExchangeStepResponse:
-        client = await self._client(context)
-        assignment = await self._find(client, request.token)
-        if assignment is None:
-            return fleet_pb2.ExchangeStepResponse(refusal=convert.refusal(Reason.STALE, RETRY_SOON))
-        return await self._half_of(assignment).take_exchange_step(client, assignment, request)
+            return steps.refuse()
+        return await self._half_of(assignment).take_step(client, assignment, request)
 
     async def _client(self, context: Context) -> ClientRecord:
         return await self._parts.access.begin_call(context)

@@ -97,7 +97,7 @@ _MAX_BYTES = {
     "List": _TINY_BYTES,
     "ServerReflectionInfo": _TINY_BYTES,
     "Report": wire.INLINE_BYTES + SMALL_BYTES,
-    "SecureStep": messages.max_bytes(MAX_GROUP) + SMALL_BYTES,
+    "Step": messages.max_bytes(MAX_GROUP) + SMALL_BYTES,
     "Upload": wire.MAX_REQUEST_BYTES,
     "UploadModel": wire.MAX_REQUEST_BYTES,
     "CreateJob": wire.MAX_REQUEST_BYTES,

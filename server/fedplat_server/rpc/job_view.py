@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fedplat.rounds import Attempt
-from fedplat.rounds.protocols import gossip
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server.auth.client_directory import ClientDirectory
 from fedplat_server.coordination.progress import ProgressTracker
@@ -60,7 +59,7 @@ class JobView:
         attempt = job.open_attempt
         if attempt is None or attempt.key != record.key:
             return convert.round_(record, server_metrics)
-        found = convert.round_(record, server_metrics, self._progress.summarize(attempt, gossip.find_state(job)))
+        found = convert.round_(record, server_metrics, self._progress.summarize(job, attempt))
         if (waits := self.find_wait(attempt)) is not None:
             found.waiting.CopyFrom(waits)
         return found

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from fedplat.job import JobSpec
 from fedplat.privacy import Charge, descriptions
+from fedplat.rounds.disclosure import disclosure_of
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
 from fedplat_server.coordination import accountant
 from fedplat_server.coordination.budgets import Budgets
@@ -45,7 +46,7 @@ class PrivacyService(admin_pb2_grpc.PrivacyServicer):
             records, populations = [record], [await self._store.load_population(record.state.spec.population)]
         else:
             records, populations = self._jobs.all(), await self._store.load_populations()
-            records = [record for record in records if record.state.spec.privacy is not None]
+            records = [record for record in records if disclosure_of(record.state.spec).is_charged]
         token = pages.token(request.page_token, _TOKEN)
         size = pages.size(request.page_size)
         return await self._budgets.accountant.run(_page, records, populations, token, size)

@@ -75,7 +75,8 @@ class ProgressEvents:
         return event if self._is_new(attempt.key.round, event.reason) else None
 
     def _add_progress(self, event: admin_pb2.JobEvent, attempt: Attempt) -> admin_pb2.JobEvent | None:
-        summary = self._parts.progress.summarize(attempt)
+        job = self._parts.coordinator.jobs[self._job_id]
+        summary = self._parts.progress.summarize(job, attempt)
         if summary is None or not self._is_new(attempt.key, (summary, *event.waiting.silent_client_ids)):
             return None
         event.progress.CopyFrom(convert.progress(summary))

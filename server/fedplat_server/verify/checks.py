@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fedplat.job import find_mechanism, plan_charge
+from fedplat.job.privacy import find_mechanism_of
 from fedplat.job.secure import spent_releases
 from fedplat.rounds import invariants
 from fedplat.rounds.invariants import Check, attempts, jobs
 from fedplat.rounds.invariants.records import Location, StoredJob, Violation
 from fedplat_server.database.ledger import encode_mechanism
-from fedplat_server.database.rows import mechanism_of
 from fedplat_server.records import audit
 from fedplat_server.verify.records import AuditEnd, AuditPart, Finding, Unit
 
@@ -32,7 +32,7 @@ def releases_are_charged(job: StoredJob) -> Iterator[Violation]:
         if version is None:
             yield Violation(place, "it is in the ledger", "rows for the releases of private jobs only")
             continue
-        mechanism = mechanism_of(job.spec, survivors.get((version.round, version.attempt), 0))
+        mechanism = find_mechanism_of(job.spec, survivors.get((version.round, version.attempt), 0))
         if row.round != version.round:
             found = f"the ledger has it in round {row.round}"
             yield Violation(place, found, f"round {version.round}, that of the version")

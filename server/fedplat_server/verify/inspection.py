@@ -26,7 +26,7 @@ from fedplat.rounds.invariants.records import (
     StrayHistory,
     VersionRow,
 )
-from fedplat.rounds.states import AttemptKind
+from fedplat.rounds.states import HAVE_UPDATES
 from fedplat_server.database import rows, schema, tables
 from fedplat_server.database.engine import async_url, create_engine, translate_errors
 from fedplat_server.database.job_files import JobFileReader
@@ -179,7 +179,7 @@ async def _participations(connection: AsyncConnection, job: StoredJob) -> AsyncI
         select(rows.client_id, rows.round)
         .distinct()
         .join(tables.attempts, sqlalchemy.and_(*same))
-        .where(rows.job_id == job.row.job_id, made_in.kind == AttemptKind.TRAIN)
+        .where(rows.job_id == job.row.job_id, made_in.kind.in_(HAVE_UPDATES))
         .order_by(rows.client_id, rows.round)
     )
     rounds: dict[str, tuple[int, ...]] = {}

@@ -14,7 +14,7 @@ from typing_extensions import override
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat.rounds.invariants import attempts
 from fedplat.rounds.invariants.records import Location, StoredAttempt, StoredJob
-from fedplat.rounds.states import AssignmentState, AttemptKind
+from fedplat.rounds.states import AssignmentState
 from fedplat_server.errors import BlobError
 from fedplat_server.storage import files, set_aside
 from fedplat_server.storage.object_store import ObjectStore
@@ -44,7 +44,7 @@ class ExpectedUpdates:
         """Add the files of an attempt. Other units have no files."""
         if isinstance(unit, StoredJob):
             self._kept = unit.spec is not None and unit.spec.durability == "spool"
-        if isinstance(unit, StoredAttempt) and self._kept and unit.row.kind == AttemptKind.TRAIN:
+        if isinstance(unit, StoredAttempt) and self._kept and unit.protocol.folds:
             for row in unit.made if unit.row.is_open else attempts.still_open(unit):
                 key = AssignmentId(AttemptKey(unit.row.job_id, unit.row.round, unit.row.number), row.client_id)
                 self.expected.add(key)

@@ -28,6 +28,7 @@ from fedplat.job import JobSpec, build_rule
 from fedplat.model import ModelFile, Values
 from fedplat.privacy import KEY_BYTES, Noise
 from fedplat.rounds import JobState
+from fedplat.rounds.disclosure import disclosure_of
 from fedplat_server.storage.blobs import BlobStore
 
 
@@ -66,7 +67,7 @@ class AttemptInputs(msgspec.Struct, frozen=True, kw_only=True):
             base_path=os.path.abspath(blobs.path(latest.digest)),
             state_path=os.path.abspath(blobs.path(latest.state_digest)) if latest.state_digest else "",
             # A new key for each attempt: a discarded release reveals nothing about the next one.
-            noise_key=os.urandom(KEY_BYTES) if job.spec.privacy is not None else b"",
+            noise_key=os.urandom(KEY_BYTES) if disclosure_of(job.spec).is_charged else b"",
             plugins=select_references(plugins, job.plugins),
         )
 

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from fedplat.gossip import shares, steps
 from fedplat.secure_aggregation.setup import FEATURE
-from fedplat.wire.v1 import model_pb2
+from fedplat.wire.v1 import gossip_pb2, model_pb2
 from fedplat_client import Client, ClientOptions, Task, TrainResult
 from fedplat_client.cancellation import StopSignal
 from fedplat_client.cli import main
@@ -18,7 +18,7 @@ from support.clients import add_one
 from support.fake_fleet import FakeFleet
 
 MakeClient = Callable[..., Client]
-SETUP = steps.encode(steps.ExchangeSetup(trains=True, exchange="neighbours"))
+SETUP = gossip_pb2.GossipSetup(trains=True, exchange="neighbours")
 LISTEN = {"peer_listen": "127.0.0.1:7445"}
 
 
@@ -60,8 +60,8 @@ def test_the_server_learns_who_takes_part(fleet: FakeFleet, make_client: MakeCli
     [
         ({}, SETUP, "does not allow that other clients see its models"),
         ({"exchange_models": True, "require_secure_aggregation": True}, SETUP, "only with secure aggregation"),
-        ({"exchange_models": True}, b"{", "the bytes are no setup of an exchange"),
-        ({"exchange_models": True}, b" " * 100_000, "a setup of an exchange has 100000 bytes"),
+        ({"exchange_models": True}, gossip_pb2.GossipSetup(exchange="star"), "Invalid enum value 'star'"),
+        ({"exchange_models": True}, gossip_pb2.GossipSetup(exchange="x" * 100_000), "expected at most 65536"),
     ],
 )
 def test_other_assignments_are_refused_before_the_training(
@@ -69,20 +69,20 @@ def test_other_assignments_are_refused_before_the_training(
     make_client: MakeClient,
     model: model_pb2.ModelRef,
     options: dict[str, Any],
-    setup: bytes,
+    setup: gossip_pb2.GossipSetup,
     text: str,
 ) -> None:
     def train(task: Task) -> TrainResult:
         raise AssertionError("it trained")
 
-    fleet.assign(model, exchange_setup=setup)
+    fleet.assign(model, gossip_setup=setup)
     client = make_client(**options)
     client.add_trainer("digits", train)
     client.run(max_tasks=1)
     (failed,) = fleet.requests["Fail"]
     assert failed.reason == model_pb2.REASON_UNSAFE_AGGREGATION
     assert text in failed.text
-    assert "ExchangeStep" not in fleet.calls
+    assert "Step" not in fleet.calls
 
 
 def test_the_option_of_the_command() -> None:

@@ -19,7 +19,7 @@ from fedplat.codecs import TopK
 from fedplat.errors import GossipError
 from fedplat.gossip import files
 from fedplat.gossip.messages import CommitRow, Delta
-from fedplat.gossip.steps import Contact, ExchangeSetup, Offered
+from fedplat.gossip.steps import Contact, GossipSetup, Offered
 from fedplat.model import Parameters
 from fedplat_client._protocols.gossip.model import SiloModel
 from fedplat_client._state.silo_store import KEEP_S, RelaySecret, SiloFolder, SiloStore
@@ -69,7 +69,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> Writes:
 
 def open_model(folder: Path, exchange: str = "neighbours", *, codec: bool = False, gamma: float = 0.5) -> SiloModel:
     folder.mkdir(exist_ok=True)
-    setup = ExchangeSetup(trains=True, exchange=exchange, gamma=gamma if codec else None)  # type: ignore[arg-type]
+    setup = GossipSetup(trains=True, exchange=exchange, gamma=gamma if codec else None)  # type: ignore[arg-type]
     return SiloModel(SiloFolder(folder), initial_model(SIZE), setup, TopK(fraction=0.2).build() if codec else None)
 
 
@@ -362,6 +362,6 @@ def test_states_of_other_jobs_are_evicted_oldest_first(tmp_path: Path) -> None:
 
 def test_the_state_is_for_the_owner_only(tmp_path: Path) -> None:
     folder = SiloStore(tmp_path / "silos", tmp_path / "exports", 10**9).open("j-1")
-    SiloModel(folder, initial_model(), ExchangeSetup(trains=True, exchange="neighbours"), None)
+    SiloModel(folder, initial_model(), GossipSetup(trains=True, exchange="neighbours"), None)
     for path in folder.path.rglob("*"):
         assert path.stat().st_mode & 0o077 == 0

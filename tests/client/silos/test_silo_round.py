@@ -20,8 +20,8 @@ from fedplat.gossip.steps import (
     AdoptMean,
     Announce,
     Exchanged,
-    ExchangeSetup,
     FetchModels,
+    GossipSetup,
     Instruction,
     Leave,
     MixModels,
@@ -30,11 +30,12 @@ from fedplat.gossip.steps import (
     Wait,
 )
 from fedplat.model import Parameters
-from fedplat_client._protocols.gossip.calls import StepCalls
+from fedplat_client._protocols.gossip.calls import SiloCalls
 from fedplat_client._protocols.gossip.model import SiloModel
 from fedplat_client._protocols.gossip.silo_round import RoundWork, SiloRound
 from fedplat_client._state.silo_store import RelaySecret, SiloFolder
 from fedplat_client._work.failures import AssignmentFailedError
+from fedplat_client._work.steps import StepCalls
 from fedplat_client.task import Control
 from support.silo_networks import NetworkedSilo, Networks, impatient_networks_in, networks_in
 from support.silo_scripts import Phase, Script, adopted, after, mixed
@@ -58,7 +59,7 @@ class Place:
         path = self.silo.folder / "job"
         path.mkdir(exist_ok=True)
         self.folder = SiloFolder(path)
-        setup = ExchangeSetup(trains=True, exchange=cast(Any, self.exchange))
+        setup = GossipSetup(trains=True, exchange=cast(Any, self.exchange))
         self.model = SiloModel(self.folder, INITIAL, setup, self.codec)
 
     def play(self, *phases: Phase | Instruction) -> Script:
@@ -74,11 +75,10 @@ class Place:
             draw=os.urandom,
             export=self._export,
         )
-        calls = StepCalls(
-            cast(Any, script),
-            "token",
+        control = Control(training_timeout_s=60.0, options=options)
+        calls = SiloCalls(
+            StepCalls(cast(Any, script), "token", control),
             lambda: Progress(state().mixed_round, state().adopted_round),
-            Control(training_timeout_s=60.0, options=options),
         )
         models, means = self.silo.offers(options), self.silo.offers(options)
         try:
@@ -133,7 +133,7 @@ def row(*neighbours: tuple[NetworkedSilo, float]) -> CommitRow:
 
 def reports(script: Script) -> tuple[set[str], set[str]]:
     """The neighbours whose models the silo has received, and those whose models it has missed."""
-    exchanged = [each for each in script.messages if isinstance(each, Exchanged)]
+    exchanged = [each for each in script.reports if isinstance(each, Exchanged)]
     received = {each.sender for message in exchanged for each in message.received}
     return received, {name for message in exchanged for name in message.missed}
 
@@ -147,14 +147,14 @@ def test_a_silo_mixes_what_it_has_received(has_port: bool, networks: Networks) -
     first, second = place.neighbours
     offered = place.offer(first, model_bytes(2.0)), place.offer(second, model_bytes(4.0))
     script = place.play(
-        Phase(FetchModels(offered), after(2)), Phase(MixModels(row((first, 0.25), (second, 0.5))), mixed(1)), Leave()
+        Phase(FetchModels(offered), after(2)), Phase(MixModels.by(row((first, 0.25), (second, 0.5))), mixed(1)), Leave()
     )
-    announced = script.messages[0]
+    announced = script.reports[0]
     assert isinstance(announced, Announce)
     assert announced.model.squared_norm == SIZE
     assert announced.model.address == place.silo.contact.address
     assert announced.metrics == {"sent_bytes": 0.0, "received_bytes": 0.0}
-    received = [each for message in script.messages[1:] for each in cast(Exchanged, message).received]
+    received = [each for message in script.reports[1:] for each in cast(Exchanged, message).received]
     assert {each.sender: each.squared_distance for each in received} == {first.name: SIZE, second.name: 9.0 * SIZE}
     assert place.model.read().tolist() == [0.25 * 1.0 + 0.25 * 2.0 + 0.5 * 4.0] * SIZE
     assert script.progress == (1, 0)
@@ -166,7 +166,7 @@ def test_neighbours_with_equal_models_are_both_received(has_port: bool, networks
     place = make_place(networks, has_port, 3)
     offered = tuple(place.offer(neighbour, model_bytes(2.0)) for neighbour in place.neighbours)
     shares = row(*((neighbour, 0.25) for neighbour in place.neighbours))
-    script = place.play(Phase(FetchModels(offered), after(3)), Phase(MixModels(shares), mixed(1)), Leave())
+    script = place.play(Phase(FetchModels(offered), after(3)), Phase(MixModels.by(shares), mixed(1)), Leave())
     assert reports(script) == ({each.name for each in place.neighbours}, set())
     assert place.model.read().tolist() == [1.75] * SIZE
 
@@ -269,14 +269,14 @@ def test_a_row_that_is_no_average_ends_the_assignment(
     offered = place.offer(first, content), place.offer(second, other)
     wrong = CommitRow(1, "", 0.5, ((first.name, weights[0]), (second.name, weights[1])))
     with pytest.raises(GossipError):
-        place.play(Phase(FetchModels(offered), after(2)), Phase(MixModels(wrong), mixed(1)), Leave())
+        place.play(Phase(FetchModels(offered), after(2)), Phase(MixModels.by(wrong), mixed(1)), Leave())
     assert place.model.read().tolist() == [1.0] * SIZE
     assert SiloFolder(place.folder.path).state.mixed_round == 0
 
 
 def test_a_row_with_lost_models_is_passed_over(networks: Networks, caplog: pytest.LogCaptureFixture) -> None:
     place = make_place(networks, True)
-    script = place.play(Phase(MixModels(row((place.neighbours[0], 0.5))), mixed(1)), Leave())
+    script = place.play(Phase(MixModels.by(row((place.neighbours[0], 0.5))), mixed(1)), Leave())
     assert place.model.read().tolist() == [1.0] * SIZE
     assert script.progress == (1, 0)
     assert "The models of neighbours are lost" in caplog.text

@@ -57,7 +57,7 @@ def test_job_show_and_rounds_have_the_progress_of_clients(run: Run, state: State
 def test_each_step_of_a_secure_aggregation_has_a_sentence(run: Run, state: State, phase: str, done: str):
     job = state.add_job()
     value = admin_pb2.AttemptPhase.Value(f"ATTEMPT_PHASE_{phase}")
-    step = admin_pb2.SecureStepProgress(phase=value, num_done=8, num_wanted=10)
+    step = admin_pb2.StepProgress(phase=value, num_done=8, num_wanted=10)
     job.current.CopyFrom(admin_pb2.Round(round=2, attempt=1, phase=value, assigned=12, busy=3))
     job.current.progress.CopyFrom(admin_pb2.AttemptProgress(step=step))
     sentence = f"8 of 10 clients {done}"

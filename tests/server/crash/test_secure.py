@@ -72,8 +72,8 @@ class Cohort:
         response = await work.step()
         await self._wait(member, "confirm")
         response = await work.confirm(response)
-        if response.HasField("unmask"):
-            work.asked.append(UnmaskRequest.from_bytes(response.unmask).survivors)
+        if response.secure.HasField("unmask"):
+            work.asked.append(UnmaskRequest.from_bytes(response.secure.unmask).survivors)
             await self._wait(member, "answer")
             await work.answer(await work.step())  # it is asked again, perhaps by the server's next life
 

@@ -49,18 +49,18 @@ async def test_the_same_message_again_gets_the_same_answer(site: Site) -> None:
 
     async def twice(work: SecureWork) -> None:
         keys = work.participant.advertise()
-        work.roster = (await work.step(keys=keys)).roster
+        work.roster = (await work.step(keys=keys)).secure.roster
         shares = work.participant.share(work.roster)
-        work.held = (await work.step(shares=shares)).shares
-        assert (await work.step(keys=keys)).roster == work.roster
-        assert (await work.step(shares=shares)).shares == work.held
+        work.held = (await work.step(shares=shares)).secure.shares
+        assert (await work.step(keys=keys)).secure.roster == work.roster
+        assert (await work.step(shares=shares)).secure.shares == work.held
         work.mask()
         await work.report()
         request = await work.step()
         again = await work.step()
         assert again.SerializeToString() == request.SerializeToString() or again.HasField("done")
-        if request.HasField("unmask"):
-            answer = work.participant.answer(request.unmask)
+        if request.secure.HasField("unmask"):
+            answer = work.participant.answer(request.secure.unmask)
             assert (await work.step(answer=answer)).HasField("done")
             assert (await work.step(answer=answer)).HasField("done")
 
@@ -155,7 +155,7 @@ async def test_wrong_shares_are_corrected_and_their_source_is_named(site: Site) 
     """The first group has all answers before the second one has enough, so that the wrong ones can be told."""
     job, works = await begin_job(site, 10, group=5, threshold=0.55)
     await together(works, "until_reported")
-    requests = [(await work.step()).unmask for work in works]
+    requests = [(await work.step()).secure.unmask for work in works]
     names = [member.client_id for member in Roster.from_bytes(works[0].roster).members]
     wrong = names[0]  # the first position's shares are always used
     for number in sorted(range(len(works)), key=lambda number: works[number].client.client_id not in names):
@@ -177,7 +177,7 @@ async def test_without_enough_right_shares_the_attempt_is_abandoned(site: Site) 
     await together(works, "until_reported")
     for work in works[:-1]:  # 4 of 5 shares recover a secret: each of the first four counts
         request = await work.step()
-        await work.step(answer=swap_shares(work.participant.answer(request.unmask)))
+        await work.step(answer=swap_shares(work.participant.answer(request.secure.unmask)))
     event = await site.operator.until(job, "attempt", "ABANDONED")
     assert "cannot be removed" in event.reason
     again = await begin_all(site, [work.client for work in works], SIZE)
@@ -213,7 +213,7 @@ async def give_up(work: SecureWork) -> None:
 async def test_an_answer_after_the_last_one_that_is_needed_changes_nothing(site: Site) -> None:
     job, works = await begin_job(site, step_s=STEP_S)
     await together(works, "until_reported")
-    requests = [(await work.step()).unmask for work in works]
+    requests = [(await work.step()).secure.unmask for work in works]
     for work, request in zip(works[:4], requests, strict=False):
         await work.step(answer=work.participant.answer(request))
     await site.operator.until(job, "job", "COMPLETED")
@@ -300,6 +300,6 @@ async def test_the_survivors_stay_the_same_if_one_of_them_is_revoked(site: Site)
     await together(works, "until_reported")
     first = await works[0].step()
     await revoke(site, works[4])
-    assert (await works[0].step()).unmask == first.unmask
+    assert (await works[0].step()).secure.unmask == first.secure.unmask
     await together(works[:4], "finish")
     await model_is_of(site, job, works)

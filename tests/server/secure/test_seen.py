@@ -36,7 +36,7 @@ class Seen:
 
     def __init__(self) -> None:
         self.messages: list[bytes] = []
-        self.steps: list[fleet_pb2.SecureStepRequest] = []
+        self.steps: list[fleet_pb2.SecureMessage] = []
         self.files: dict[bytes, str] = {}
 
     def record(self, make: Callable[..., Callable[[bytes], Any]]) -> Callable[..., Callable[[bytes], Any]]:
@@ -48,8 +48,8 @@ class Seen:
             def record(data: bytes) -> Any:
                 self.messages.append(bytes(data))
                 received = decode(data)
-                if isinstance(received.message, fleet_pb2.SecureStepRequest):
-                    self.steps.append(received.message)
+                if isinstance(received.message, fleet_pb2.StepRequest):
+                    self.steps.append(received.message.secure)
                 return received
 
             return record

@@ -121,14 +121,14 @@ async def test_attempts_are_listed_with_their_counts(store: Store) -> None:
         *((2, 1), (2, 2), (2, 3), (2, 4), (2, 5)),  # a restart in between did not end the last one
         (3, 1),
     ]
-    assert [one for one in everything if one.phase is not AttemptPhase.ABANDONED] == committed
-    first, evaluation, late = everything[:3]
+    assert [one for one in everything if one.attempt.phase is not AttemptPhase.ABANDONED] == committed
+    (first, of_first), (evaluation, _), (late, of_late) = ((one.attempt, one.tally) for one in everything[:3])
     assert (first.kind, first.base_version, first.goal, first.minimum, first.target) == (AttemptKind.TRAIN, 0, 3, 2, 5)
-    assert first.counts == {AssignmentState.MERGED: 3, AssignmentState.FAILED: 1, AssignmentState.REJECTED: 1}
-    assert (first.update_bytes, late.update_bytes) == (3 * 2**33, 2**33)
+    assert of_first.counts == {AssignmentState.MERGED: 3, AssignmentState.FAILED: 1, AssignmentState.REJECTED: 1}
+    assert (of_first.update_bytes, of_late.update_bytes) == (3 * 2**33, 2**33)
     assert first.metrics.keys() == {"loss", "accuracy"}
     assert evaluation.kind is AttemptKind.EVALUATE
-    assert late.counts == {AssignmentState.DROPPED: 1, AssignmentState.LATE: 4}
+    assert of_late.counts == {AssignmentState.DROPPED: 1, AssignmentState.LATE: 4}
     assert late.phase is AttemptPhase.ABANDONED
     assert "1 of at least 2 needed clients reported" in late.reason
     found = await store.jobs.find_attempts([one.key for one in everything] + [AttemptKey("nobody", 1, 1)])

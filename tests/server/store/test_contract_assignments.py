@@ -82,8 +82,7 @@ async def test_the_times_of_steps_are_kept(store: Store) -> None:
     _, began, _ = await times("a")
     assert began is not None
     (attempt,) = await store.jobs.list_attempts(AttemptFilter("one"))
-    funnel = attempt.funnel
-    assert (funnel.num_downloaded, funnel.num_trained) == (2, 1)
+    assert (attempt.tally.num_downloaded, attempt.tally.num_trained) == (2, 1)
     await driver.send(AssignmentFailed(key, "b", Reason.TRAINER_ERROR, "x"))
     await driver.report("one", "a")
     ended = (await times("a"))[2]
@@ -92,9 +91,9 @@ async def test_the_times_of_steps_are_kept(store: Store) -> None:
     assert ended > began
     await driver.report("one", ["c", "d"])
     assert await times("a") == [5.5, began, ended]  # also when it is merged
-    (attempt, *_) = await store.jobs.list_attempts(AttemptFilter("one"))
-    funnel = attempt.funnel
-    assert (funnel.num_checked_in, funnel.num_eligible, funnel.num_downloaded, funnel.num_trained) == (5, 5, 4, 3)
+    (record, *_) = await store.jobs.list_attempts(AttemptFilter("one"))
+    assert (record.attempt.num_checked_in, record.attempt.num_eligible) == (5, 5)
+    assert (record.tally.num_downloaded, record.tally.num_trained) == (4, 3)
 
 
 async def test_outcomes_and_labels_of_an_attempt(store: Store) -> None:

@@ -44,10 +44,13 @@ async def test_assignments_outlive_their_attempts(store: Store, database: str) -
     await report(driver, "a", "e")
     await driver.aggregate("one")
     assert job.attempt.assignments["d"].weight == 4.0 * 2**-0.5
-    rounds = [one for one in await store.jobs.list_attempts(AttemptFilter("one")) if one.kind is AttemptKind.TRAIN]
-    assert [one.counts.get(AssignmentState.MERGED) for one in rounds[:2]] == [3, 3]
-    assert [one.staleness for one in rounds[:2]] == [Staleness(), Staleness(2 / 3, 1)]
-    assert [one.update_bytes for one in rounds[:2]] == [300, 300]
+    rounds = [
+        one for one in await store.jobs.list_attempts(AttemptFilter("one")) if one.attempt.kind is AttemptKind.TRAIN
+    ]
+    tallies = [one.tally for one in rounds[:2]]
+    assert [one.counts.get(AssignmentState.MERGED) for one in tallies] == [3, 3]
+    assert [one.staleness for one in tallies] == [Staleness(), Staleness(2 / 3, 1)]
+    assert [one.update_bytes for one in tallies] == [300, 300]
     await check_invariants(database)
 
 
@@ -59,7 +62,12 @@ async def test_the_last_attempt_counts_what_it_took_over(store: Store) -> None:
     await report(driver, "f")
     (*_, last) = await store.jobs.list_attempts(AttemptFilter("one", all_attempts=True))
     assert last is not None
-    assert (last.key.round, dict(last.counts), last.staleness) == (2, {AssignmentState.REPORTED: 1}, Staleness(1.0, 1))
+    tally = last.tally
+    assert (last.key.round, dict(tally.counts), tally.staleness) == (
+        2,
+        {AssignmentState.REPORTED: 1},
+        Staleness(1.0, 1),
+    )
     assert await store.jobs.find_attempts([last.key]) == {last.key: last}
 
 

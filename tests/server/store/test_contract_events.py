@@ -63,7 +63,9 @@ async def test_a_job_has_events_in_the_order_of_its_history(store: Store) -> Non
     attempts = await store.jobs.list_attempts(AttemptFilter("eventful", all_attempts=True))
     names = {"TRAIN COMMITTED": "round.committed", "TRAIN ABANDONED": "round.abandoned"}
     names |= {"EVALUATE COMMITTED": "evaluation.completed", "EVALUATE ABANDONED": "evaluation.abandoned"}
-    expected = [(names[f"{one.kind} {one.phase}"], one.key.round, one.key.number, one.reason) for one in attempts]
+    expected = [
+        (names[f"{one.attempt.kind} {one.attempt.phase}"], *one.key[1:], one.attempt.reason) for one in attempts
+    ]
     of_attempts = [(one.type, one.round, one.attempt, one.text) for one in found if one.attempt]
     assert of_attempts == expected
     assert {name for name, *_ in expected} == set(names.values())

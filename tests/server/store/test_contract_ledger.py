@@ -103,7 +103,7 @@ async def test_a_warm_start_is_no_release(store: Store) -> None:
     versions = [record.version for record in await store.jobs.list_versions("one")]
     assert [(one.version, one.round, one.attempt, one.num_updates) for one in versions] == [(0, 0, 0, 0), (1, 0, 1, 0)]
     attempt, _ = await store.jobs.list_attempts(AttemptFilter("one", all_attempts=True))
-    assert (attempt.key[1:], attempt.kind, attempt.counts) == ((0, 1), AttemptKind.WARM_START, {})
+    assert (attempt.key[1:], attempt.attempt.kind, attempt.tally.counts) == ((0, 1), AttemptKind.WARM_START, {})
     await driver.restart()
     await train(driver, "one", 3)
     assert driver.coordinator.jobs["one"].status is JobStatus.COMPLETED

@@ -263,4 +263,4 @@ async def test_the_history_of_old_attempts_is_removed(store: Store) -> None:
     left = await store.jobs.list_history("one")
     assert {one.row.entity for one in left} == {"job", "version"}
     assert await store.retention.list_old_attempts("one", 1e12) == []
-    assert [one.metrics != {} for one in await store.jobs.list_attempts(AttemptFilter("one"))][-1]
+    assert [one.attempt.metrics != {} for one in await store.jobs.list_attempts(AttemptFilter("one"))][-1]

@@ -73,8 +73,9 @@ async def test_the_end_of_an_attempt_removes_its_messages(store: Store, database
     await (finish(driver) if commits else driver.tick("one", 1000.0))
     assert await count_messages(database) == {}
     (attempt,) = await store.jobs.list_attempts(AttemptFilter("one", all_attempts=True), limit=1)
-    assert attempt.phase == ("COMMITTED" if commits else "ABANDONED")
-    assert (attempt.num_survivors, attempt.funnel.num_trained, sum(attempt.counts.values())) == (3, 5, 7)
+    assert attempt.attempt.phase == ("COMMITTED" if commits else "ABANDONED")
+    tally = attempt.tally
+    assert (attempt.attempt.num_survivors, tally.num_trained, sum(tally.counts.values())) == (3, 5, 7)
     await check_invariants(database)
     if not commits:
         await driver.tick("one", 10.0)

@@ -18,7 +18,7 @@ from sqlalchemy import text
 from sqlalchemy.engine import URL
 
 from fedplat_server.database import engine as engine_module
-from fedplat_server.database import schema, tables
+from fedplat_server.database import rows, schema, tables
 from fedplat_server.database.engine import async_url, create_engine
 from fedplat_server.database.store import open_store
 from fedplat_server.errors import ConfigError, SchemaVersionError, StoreUnavailableError
@@ -30,6 +30,12 @@ async def _run(database: str, *statements: str) -> None:
         for statement in statements:
             await connection.execute(text(statement))
     await engine.dispose()
+
+
+def test_each_number_of_an_attempt_has_its_column() -> None:
+    """All other columns are its key, its times, and when its history was removed."""
+    others = {"job_id", "round", "number", "opened_unix_s", "ended_unix_s", "history_removed_unix_s"}
+    assert set(tables.attempts.c.keys()) == {*rows.ATTEMPT_COLUMNS} | others
 
 
 def test_an_upgrade_leads_to_the_head_and_may_be_repeated(empty_database: str) -> None:

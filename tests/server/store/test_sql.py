@@ -232,7 +232,7 @@ async def test_what_was_stored_too_large_is_read_shortened(store: Store, databas
     assert {(record.row.reason, len(record.row.metrics)) for record in rows} == {(short, 0)}
     assert len(rows) > 5
     assert found is not None
-    assert found.text == attempt.reason == short
+    assert found.text == attempt.attempt.reason == short
     assert found_attempts == {attempt.key: attempt}
     assert job.state.attempt is not None
     assert {each.text for each in job.state.attempt.assignments.values()} == {short}

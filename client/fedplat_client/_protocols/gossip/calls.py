@@ -1,4 +1,4 @@
-"""The steps of a silo as calls to the server, and the watch that ends the work of a phase when the phase is over."""
+"""The steps of a silo, and the watch that ends the work of a phase when the phase is over."""
 
 from __future__ import annotations
 
@@ -6,85 +6,57 @@ import contextlib
 import threading
 from collections.abc import Callable, Generator
 
-from fedplat.errors import GossipError
 from fedplat.gossip import steps
-from fedplat.gossip.steps import Progress, SiloMessage, SiloStep
-from fedplat.wire.v1 import fleet_pb2, model_pb2
-from fedplat_client._auth.calls import Connection
+from fedplat.gossip.steps import Progress, SiloMessage, SiloReport, SiloStep
+from fedplat.wire import records
+from fedplat.wire.v1 import fleet_pb2, gossip_pb2, model_pb2
 from fedplat_client._work.failures import AssignmentFailedError
-from fedplat_client.backoff import retry
-from fedplat_client.cancellation import Stop, StopSignal, read_stop
-from fedplat_client.errors import CallRefusedError, ClientError, ServerUnavailableError
+from fedplat_client._work.steps import StepCalls
+from fedplat_client.cancellation import Stop, StopSignal
+from fedplat_client.errors import ClientError
 from fedplat_client.task import Control
 
 _PATIENCE = 0.8
 """The part of a phase's time after which a silo gives up, so that the server gets its report before the phase ends."""
 _MIN_PHASE_S = 1.0
-# A server that answers long polls at once would make a busy loop.
-_MIN_POLL_S = 0.1
 _LONG_S = 3600.0
 _OVER = Stop(model_pb2.REASON_UNSPECIFIED, "the phase is over")
 
 
-class StepCalls:
-    """Takes the steps of one assignment. `done` returns what the silo has done."""
+class SiloCalls:
+    """Takes the steps of a silo in one assignment. `done` returns what the silo has done."""
 
-    def __init__(self, connection: Connection, token: str, done: Callable[[], Progress], control: Control) -> None:
-        self._connection = connection
-        self._token = token
+    def __init__(self, calls: StepCalls, done: Callable[[], Progress]) -> None:
+        self._calls = calls
         self._done = done
-        self.control = control
+        self.control = calls.control
 
     def take(
         self,
-        message: SiloMessage | None = None,
+        report: SiloReport | None = None,
         *,
         wait_s: float = 0.0,
         known: str = "",
         signal: StopSignal | None = None,
     ) -> SiloStep:
-        """Report a message, if there is one, and return what to do: at once, or once there is something.
+        """Report what the silo has done, if anything, and return what to do: at once, or once there is something.
 
-        Waits at most `wait_s`: until there is something to do, or while the phase is the `known` one. Raises
-        `Cancelled` if the assignment has ended, or if `signal` is set, and `AssignmentFailedError` if the server
-        refuses the call.
+        Waits at most `wait_s`: until there is something to do, or while the phase is the `known` one. Raises as
+        `StepCalls.take` does, and `AssignmentFailedError` for another answer.
         """
-        done, signal = self._done(), signal or self.control.signal
-        request = fleet_pb2.ExchangeStepRequest(
-            token=self._token,
-            wait_s=wait_s,
-            mixed_round=done.mixed_round,
-            adopted_round=done.adopted_round,
-            message=steps.encode(message) if message is not None else b"",
-            known=known,
-        )
-        options = self.control.options
+        message = SiloMessage(done=self._done(), known=known, report=report)
+        request = fleet_pb2.StepRequest(wait_s=wait_s, gossip=records.write(gossip_pb2.SiloMessage, message))
+        response = self._calls.take(request, lambda response: response.gossip.known != known, signal)
         try:
-            response = retry(lambda: self._connection.exchange_step(request, signal), options, signal)
-        except ServerUnavailableError:
-            signal.check()  # without a limit of attempts, only the signal ends the retries
-            raise
-        except CallRefusedError as exc:
+            return records.read(response.gossip, SiloStep, steps.MAX_STEP_BYTES)
+        except ValueError as exc:
             raise AssignmentFailedError(
-                model_pb2.REASON_TRANSFER_FAILED, f"the server refuses a step of the exchange: {exc}"
+                model_pb2.REASON_TRANSFER_FAILED, f"the server's step is not usable: {exc}"
             ) from exc
-        if not response.HasField("step"):
-            self.control.signal.set(read_stop(response.refusal))
-            self.control.signal.check()
-        try:
-            return steps.decode_step(response.step)
-        except GossipError as exc:
-            raise AssignmentFailedError(model_pb2.REASON_TRANSFER_FAILED, str(exc)) from exc
 
     def wait(self, step: SiloStep, signal: StopSignal | None = None) -> SiloStep:
         """Wait until the phase of a step is over, at most for the time of a long poll; return what to do then."""
-        options, signal = self.control.options, signal or self.control.signal
-        began = options.clock()
-        following = self.take(wait_s=options.check_in_wait_s, known=step.known, signal=signal)
-        if following.known == step.known and (early_s := began + _MIN_POLL_S - options.clock()) > 0:
-            options.wait(signal, early_s)
-            signal.check()
-        return following
+        return self.take(wait_s=self.control.options.check_in_wait_s, known=step.known, signal=signal)
 
 
 @contextlib.contextmanager
@@ -102,7 +74,7 @@ class PhaseWatch:
     Afterwards `following` is what to do then, if the server has said so.
     """
 
-    def __init__(self, calls: StepCalls, step: SiloStep) -> None:
+    def __init__(self, calls: SiloCalls, step: SiloStep) -> None:
         options = calls.control.options
         self.phase = Control(max(_PATIENCE * step.remaining_s, _MIN_PHASE_S), 0.0, options)
         self.following: SiloStep | None = None

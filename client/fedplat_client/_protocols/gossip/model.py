@@ -19,7 +19,7 @@ from fedplat.errors import CodecError, GossipError, PluginError, UserCodeError
 from fedplat.gossip import combine, compress, files, follow, mix
 from fedplat.gossip.fixed_point import find_largest
 from fedplat.gossip.messages import CommitRow, Delta
-from fedplat.gossip.steps import ExchangeSetup, Offered
+from fedplat.gossip.steps import GossipSetup, Offered
 from fedplat.model import FLOATING, Parameters, Vector
 from fedplat_client._state.silo_store import PendingMean, RelaySecret, SiloFolder, SiloState
 
@@ -33,7 +33,7 @@ class SiloModel:
     Methods raise `OSError`, and `GossipError` for a model that must not be used.
     """
 
-    def __init__(self, folder: SiloFolder, initial: Parameters, setup: ExchangeSetup, codec: Codec | None) -> None:
+    def __init__(self, folder: SiloFolder, initial: Parameters, setup: GossipSetup, codec: Codec | None) -> None:
         """Begin with the initial model unless the folder has one."""
         self._folder = folder
         self._initial = initial

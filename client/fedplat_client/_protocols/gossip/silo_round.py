@@ -22,12 +22,12 @@ from fedplat.gossip.steps import (
     MixModels,
     ReduceModels,
     SendKey,
-    SiloMessage,
+    SiloReport,
     SiloStep,
 )
 from fedplat.secure_aggregation.primitives import KeyPair
 from fedplat.wire.v1 import model_pb2
-from fedplat_client._protocols.gossip.calls import PhaseWatch, StepCalls, limit_time
+from fedplat_client._protocols.gossip.calls import PhaseWatch, SiloCalls, limit_time
 from fedplat_client._protocols.gossip.fetching import Fetched, fetch_models
 from fedplat_client._protocols.gossip.model import SiloModel
 from fedplat_client._protocols.gossip.network import PeerNetwork, RemoteFile
@@ -73,7 +73,7 @@ class SiloRound:
         work: RoundWork,
         model: SiloModel,
         network: PeerNetwork,
-        calls: StepCalls,
+        calls: SiloCalls,
         models: Offers,
         means: Offers,
     ) -> None:
@@ -184,7 +184,7 @@ class SiloRound:
         self._calls.control.signal.check()
         return watch.following or self._calls.take()
 
-    def _store(self, fetched: Fetched) -> SiloMessage:
+    def _store(self, fetched: Fetched) -> SiloReport:
         """Store a model that was fetched; return the report of it."""
         silo, digest, path = fetched.offered.contact.silo, fetched.offered.digest, fetched.path
         if path is not None:
@@ -205,7 +205,7 @@ class SiloRound:
 
     # --- rings -----------------------------------------------------------------------------------------------
 
-    def _offer_key(self, attempt: int) -> SiloMessage:
+    def _offer_key(self, attempt: int) -> SiloReport:
         """Return a fresh key for an attempt; or the mean of an earlier one, once, which then stands."""
         mean, number = self._model.state.mean, self._work.round
         has_mean = mean is not None and mean.round == number and 0 < mean.attempt < attempt

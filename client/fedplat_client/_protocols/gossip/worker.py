@@ -16,12 +16,13 @@ from fedplat.codecs import Codec
 from fedplat.config.plugins import build_checked
 from fedplat.errors import CodecError, GossipError, PluginError, UserCodeError
 from fedplat.gossip import steps
-from fedplat.gossip.steps import ExchangeSetup, Progress
+from fedplat.gossip.steps import GossipSetup, Progress
 from fedplat.secure_aggregation.messages import KEY_BYTES
 from fedplat.secure_aggregation.primitives import KeyPair
 from fedplat.secure_aggregation.relay import RelayExchange, RelayMember
+from fedplat.wire import records
 from fedplat.wire.v1 import fleet_pb2, model_pb2
-from fedplat_client._protocols.gossip.calls import StepCalls
+from fedplat_client._protocols.gossip.calls import SiloCalls
 from fedplat_client._protocols.gossip.model import SiloModel
 from fedplat_client._protocols.gossip.network import ByteCounter, PeerNetwork
 from fedplat_client._protocols.gossip.offers import Offers, PortOffers, RelayOffers
@@ -32,6 +33,7 @@ from fedplat_client._work import encoding
 from fedplat_client._work.failures import AssignmentFailedError, CheckInResult
 from fedplat_client._work.peers.fetch import PeerFetcher
 from fedplat_client._work.peers.port import PeerPort
+from fedplat_client._work.steps import StepCalls
 from fedplat_client._work.training import fit_model, stage_client_state
 from fedplat_client._work.work import AssignedWork
 from fedplat_client.errors import ClientError
@@ -118,7 +120,7 @@ class SiloWorker:
 class _Part:
     """The silo's part in the round of one assignment."""
 
-    def __init__(self, parts: SiloParts, work: AssignedWork, setup: ExchangeSetup) -> None:
+    def __init__(self, parts: SiloParts, work: AssignedWork, setup: GossipSetup) -> None:
         self._parts = parts
         self._client = work.parts
         self._assignment = assignment = work.assignment
@@ -147,7 +149,7 @@ class _Part:
             draw=os.urandom,
             export=lambda path: parts.store.export(assignment.job_id, path),
         )
-        calls = StepCalls(self._client.connection, assignment.token, self._progress, self._control)
+        calls = SiloCalls(StepCalls(self._client.connection, assignment.token, self._control), self._progress)
         with contextlib.ExitStack() as stack:
             network = stack.enter_context(self._open_network(counter))
             models: Offers = PortOffers(listener, counter) if listener else RelayOffers(network, self._client.options)
@@ -247,7 +249,7 @@ def _encode(assignment: fleet_pb2.Assignment) -> bytes:
     return kept.SerializeToString(deterministic=True)
 
 
-def _read_setup(assignment: fleet_pb2.Assignment, options: ClientOptions) -> ExchangeSetup:
+def _read_setup(assignment: fleet_pb2.Assignment, options: ClientOptions) -> GossipSetup:
     """Decode the setup of an assignment. Raises `AssignmentFailedError` if the client's owner does not allow it."""
     if not options.takes_exchanges:
         problem = "does not allow that other clients see its models, and exchange_models is not set"
@@ -257,6 +259,7 @@ def _read_setup(assignment: fleet_pb2.Assignment, options: ClientOptions) -> Exc
             model_pb2.REASON_UNSAFE_AGGREGATION, f"the owner of this client {problem}; the job is decentralised"
         )
     try:
-        return steps.decode_setup(assignment.exchange_setup)
-    except GossipError as exc:
-        raise AssignmentFailedError(model_pb2.REASON_UNSAFE_AGGREGATION, str(exc)) from exc
+        return records.read(assignment.gossip_setup, GossipSetup, steps.MAX_MESSAGE_BYTES)
+    except ValueError as exc:
+        text = f"the setup of the decentralised job is not usable: {exc}"
+        raise AssignmentFailedError(model_pb2.REASON_UNSAFE_AGGREGATION, text) from exc

@@ -6,9 +6,9 @@ and a restarted server answers as before. No message has a model.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Mapping
-from typing import TypeAlias
+
+from typing_extensions import override
 
 from fedplat import claims
 from fedplat.errors import GossipError, SecureAggregationError
@@ -19,40 +19,41 @@ from fedplat.gossip.steps import (
     AdoptMean,
     Announce,
     Contact,
+    Leave,
     MixModels,
     OfferKey,
     Progress,
     SiloMessage,
+    SiloReport,
     SiloStep,
     Wait,
 )
 from fedplat.rounds import Assignment, AttemptKey, JobState
 from fedplat.rounds.events import SiloReported
 from fedplat.rounds.protocols.gossip import state_of
-from fedplat.rounds.states import AssignmentState, Reason
+from fedplat.rounds.states import AssignmentState
 from fedplat.secure_aggregation.messages import KEY_BYTES, SIGNATURE_BYTES
 from fedplat.secure_aggregation.primitives import is_signature
 from fedplat.secure_aggregation.relay import RelayExchange, RelayKey, RelayMember
-from fedplat.wire import auth
-from fedplat.wire.v1 import fleet_pb2
-from fedplat_server.coordination.check_in import RETRY_SOON
+from fedplat.wire import auth, records
+from fedplat.wire.v1 import fleet_pb2, gossip_pb2
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.errors import Code, RefusedError
-from fedplat_server.messages import convert, validation
-from fedplat_server.protocols.steps import StepParts, Steps
+from fedplat_server.messages import validation
+from fedplat_server.protocols.steps import StepParts, Steps, refuse
 from fedplat_server.storage import files
 
-_MAX_ROUND_BYTES = 64 * steps.MAX_MESSAGE_BYTES
-"""Total size of a silo's messages in a round, with those that it repeats."""
+_MAX_MESSAGES = 64
+"""Total size of a silo's messages in a round, with those that it repeats, as a multiple of the largest one."""
 _FILE_FACTOR = 4
 _FILE_EXTRA = 64 * 2**10
 """A silo's file has at most `_FILE_FACTOR` times the bytes of the model (float64 for bf16), and so many more."""
-_MAX_KNOWN = 100
-_Response: TypeAlias = fleet_pb2.ExchangeStepResponse
 
 
-class ExchangeSteps(Steps):
-    """Handles the steps of silos for their assignments."""
+class GossipSteps(Steps[SiloMessage]):
+    """Handles the steps of silos."""
+
+    content = "gossip"
 
     def __init__(self, parts: StepParts) -> None:
         super().__init__(parts)
@@ -62,57 +63,52 @@ class ExchangeSteps(Steps):
         """Return the silos of a job that wait for the last mean in the relay."""
         return self._waiting.get(job_id, {}).keys()
 
-    async def take(
-        self, client: ClientRecord, assignment: Assignment, request: fleet_pb2.ExchangeStepRequest
-    ) -> fleet_pb2.ExchangeStepResponse:
-        """Take a step; return what the silo has to do once there is something, after at most `request.wait_s`.
-
-        Raises `RefusedError` if the message is invalid.
-        """
-        if len(request.known) > _MAX_KNOWN:
-            raise RefusedError(Code.INVALID_REQUEST, f"known has more than {_MAX_KNOWN} characters")
-        done = Progress(
-            validation.number(request.mixed_round, "mixed_round"),
-            validation.number(request.adopted_round, "adopted_round"),
-        )
-        if request.message:
-            await self._receive(client, assignment, request.message, done)
-        wait_s = validation.wait_s(request.wait_s, self._parts.limits)
-        return await self._wait(assignment, wait_s, functools.partial(self._find, done, request.known))
-
     # --- what silos report -----------------------------------------------------------------------------------
 
-    async def _receive(self, client: ClientRecord, assignment: Assignment, content: bytes, done: Progress) -> None:
-        """Validate a message, and submit it if the silo's round is not over."""
-        job, key = self._parts.job(assignment.key.job_id), assignment.key
-        if not assignment.is_busy:
-            return
-        self._parts.quotas.step(client.client_id, key, _MAX_ROUND_BYTES, len(content))
+    @override
+    def _read(self, client: ClientRecord, assignment: Assignment, request: fleet_pb2.StepRequest) -> SiloMessage:
+        message, limit = request.gossip, steps.MAX_MESSAGE_BYTES
+        if message.HasField("report"):
+            self._count(client, assignment, message.ByteSize(), limit, _MAX_MESSAGES)
         try:
-            message = steps.decode_message(content)
-            self._check(client, job, key, message)
-            events = steps.to_events(client.client_id, key.round, done.mixed_round, message)
-        except (GossipError, SecureAggregationError) as exc:
-            limit = self._parts.limits.max_text
-            raise RefusedError(Code.INVALID_REQUEST, validation.text(str(exc), limit)) from exc
-        metrics: Mapping[str, float] = message.metrics if isinstance(message, Announce) else {}
-        await self._parts.runner.submit(SiloReported(key, client.client_id, tuple(events), metrics))
-        if isinstance(message, Announce):
-            self._await_mean(client, job.job_id, message.model, done)
+            return records.read(message, SiloMessage, limit)
+        except ValueError as exc:
+            raise self._refuse_report(exc) from exc
 
-    def _check(self, client: ClientRecord, job: JobState, key: AttemptKey, message: SiloMessage) -> None:
-        """Raise `GossipError` or `SecureAggregationError` for a message that no honest silo sends."""
-        match message:
+    @override
+    async def _receive(self, client: ClientRecord, assignment: Assignment, message: SiloMessage) -> None:
+        """Validate a report, and submit it if the silo's round is not over."""
+        key, report, done = assignment.key, message.report, message.done
+        if report is None or not assignment.is_busy:
+            return
+        job = self._parts.job(key.job_id)
+        try:
+            self._check(client, job, key, report)
+            events = steps.to_events(client.client_id, key.round, done.mixed_round, report)
+        except (GossipError, SecureAggregationError) as exc:
+            raise self._refuse_report(exc) from exc
+        metrics: Mapping[str, float] = report.metrics if isinstance(report, Announce) else {}
+        await self._parts.runner.submit(SiloReported(key, client.client_id, tuple(events), metrics))
+        if isinstance(report, Announce):
+            self._await_mean(client, job.job_id, report.model, done)
+
+    def _refuse_report(self, exc: Exception) -> RefusedError:
+        text = f"the silo's message is not accepted: {exc}"
+        return RefusedError(Code.INVALID_REQUEST, validation.text(text, self._parts.limits.max_text))
+
+    def _check(self, client: ClientRecord, job: JobState, key: AttemptKey, report: SiloReport) -> None:
+        """Raise `GossipError` or `SecureAggregationError` for a report that no honest silo sends."""
+        match report:
             case Announce():
-                problem = claims.check_examples(message.model.num_examples)
-                problem = problem or claims.check_metrics(message.metrics, self._parts.limits.metrics)
+                problem = claims.check_examples(report.model.num_examples)
+                problem = problem or claims.check_metrics(report.metrics, self._parts.limits.metrics)
                 if problem:
                     raise GossipError(problem)
-                _check_files(message.model, _FILE_FACTOR * job.latest.size_bytes + _FILE_EXTRA)
-                _check_relay_key(client, key, message.model)
+                _check_files(report.model, _FILE_FACTOR * job.latest.size_bytes + _FILE_EXTRA)
+                _check_relay_key(client, key, report.model)
             case OfferKey():
-                payload = ring.key_payload(key.job_id, key.round, message.attempt, client.client_id, message.key)
-                if not is_signature(client.public_key, message.signature, payload):
+                payload = ring.key_payload(key.job_id, key.round, report.attempt, client.client_id, report.key)
+                if not is_signature(client.public_key, report.signature, payload):
                     raise GossipError("the key for the ring is not signed with the key with which the silo is enrolled")
             case _:
                 pass
@@ -131,18 +127,16 @@ class ExchangeSteps(Steps):
 
     # --- what silos have to do -------------------------------------------------------------------------------
 
-    async def _find(
-        self, done: Progress, known: str, job: JobState, assignment: Assignment | None
-    ) -> tuple[_Response, bool]:
-        """Return what a silo has to do now, and whether it gets that at once."""
-        if assignment is None or not (assignment.is_busy or assignment.state is AssignmentState.MERGED):
-            reason = assignment.reason if assignment is not None else None
-            return _Response(refusal=convert.refusal(reason or Reason.STALE, RETRY_SOON)), True
-        step = await self._make_step(job, assignment, done)
-        is_waiting = isinstance(step.instruction, Wait)
-        is_new = step.known != known if known else not is_waiting
-        is_over = isinstance(step.instruction, steps.Leave)
-        return _Response(step=steps.encode(step)), is_new or is_over
+    @override
+    async def _find_input(
+        self, job: JobState, assignment: Assignment, message: SiloMessage
+    ) -> tuple[fleet_pb2.StepResponse, bool]:
+        if not (assignment.is_busy or assignment.state is AssignmentState.MERGED):
+            return refuse(assignment.reason, assignment.text), True
+        step = await self._make_step(job, assignment, message.done)
+        is_new = step.known != message.known if message.known else not isinstance(step.instruction, Wait)
+        is_over = isinstance(step.instruction, Leave)
+        return fleet_pb2.StepResponse(gossip=records.write(gossip_pb2.SiloStep, step)), is_new or is_over
 
     async def _make_step(self, job: JobState, assignment: Assignment, done: Progress) -> SiloStep:
         state, silo = state_of(job), assignment.client_id
@@ -154,7 +148,7 @@ class ExchangeSteps(Steps):
         receivers = {name: waiting.get(name, Contact(name, records[name].public_key)) for name in records}
         revoked = {name for name, record in records.items() if record.revoked_unix_s is not None}
         return SiloStep(
-            instruction=steps.Leave() if is_over else instruction,
+            instruction=Leave() if is_over else instruction,
             known=f"{assignment.key.number}.{state.timer}.{len(waiting)}",
             round=assignment.key.round,
             remaining_s=max(assignment.deadline_at - self._parts.runner.now, 0.0) if assignment.is_busy else 0.0,
