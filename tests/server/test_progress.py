@@ -13,7 +13,7 @@ from grpc import aio
 from fedplat.rounds.states import AttemptPhase
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server.coordination.progress import PhaseProgress, ProgressSummary, ProgressTracker
-from fedplat_server.protocols import secure_steps
+from fedplat_server.protocols import secure
 from support import daemons
 from support.daemons import Site, initial_model, update_of
 from support.jobs import job_file, write_job
@@ -222,7 +222,7 @@ def test_what_has_ended_is_forgotten() -> None:
 
 
 def _step(driver: SecureDriver) -> PhaseProgress | None:
-    summary = ProgressTracker().summarize(driver.attempt, secure_steps.find_progress(driver.attempt))
+    summary = ProgressTracker().summarize(driver.attempt, secure.find_progress(driver.attempt))
     return summary.step if summary is not None else None
 
 
@@ -238,7 +238,7 @@ def test_the_progress_of_each_step_of_a_secure_aggregation():
     driver.upload_masked(*driver.names("SHARED")[:2])
     driver.report_masked(*driver.names("UPLOADING")[:1])
     step = PhaseProgress(AttemptPhase.COLLECTING, 1, 5)
-    assert secure_steps.find_progress(driver.attempt) == step
+    assert secure.find_progress(driver.attempt) == step
     assert ProgressTracker().summarize(driver.attempt, step) == ProgressSummary(0, 1, step=step)
     driver.report_masked()
     driver.confirm(*driver.names("REPORTED")[:4])
