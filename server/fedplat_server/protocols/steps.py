@@ -1,7 +1,7 @@
 """The steps that clients take within an assignment, in the kinds of jobs whose clients do more than report an update.
 
 A step is one call: the client sends a message, if it has one, and waits for its input, which is what it needs for what
-it does next. Both depend on the kind of the job (`Steps`). The input follows from the stored state, so a client
+it does next. Both depend on the kind of the job (`StepsHalf`). The input follows from the stored state, so a client
 repeats a call until it is answered, and a restarted server answers as before. No message is logged.
 
 Only the client of an assignment may take its steps. A step is refused
@@ -18,31 +18,30 @@ import contextlib
 from abc import ABC, abstractmethod
 from typing import ClassVar, Generic, Literal, TypeVar
 
+from typing_extensions import override
+
 from fedplat.rounds import Assignment, JobState
 from fedplat.rounds.states import Reason
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.coordination.check_in import RETRY_SOON
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.errors import Code, RefusedError
-from fedplat_server.protocols.half import HalfParts
+from fedplat_server.protocols.half import ServerHalf
 from fedplat_server.rpc import convert, validation
 
 _Message = TypeVar("_Message")
 
 
-class Steps(ABC, Generic[_Message]):
-    """The steps of one kind of job."""
+class StepsHalf(ServerHalf, ABC, Generic[_Message]):
+    """The half of a kind of job whose clients take steps."""
 
     content: ClassVar[Literal["secure", "gossip"]]
     """The field of requests with the message, and of responses with the input."""
 
-    def __init__(self, parts: HalfParts) -> None:
-        self._parts = parts
-
-    async def take(
+    @override
+    async def take_step(
         self, client: ClientRecord, assignment: Assignment, request: fleet_pb2.StepRequest
     ) -> fleet_pb2.StepResponse:
-        """Take a step; return the input once it is there, after at most `request.wait_s`. Raises `RefusedError`."""
         if (content := request.WhichOneof("content") or "unset") != self.content:
             text = f"the content of the step is {content}; expected {self.content} in this job"
             raise RefusedError(Code.INVALID_REQUEST, text)
@@ -77,7 +76,7 @@ class Steps(ABC, Generic[_Message]):
             raise RefusedError(Code.TOO_LARGE, text)
         self._parts.quotas.step(client.client_id, assignment.key, num_messages * limit, num_bytes)
 
-    # --- what differs --------------------------------------------------------------------------------------------
+    # --- what differs by the kind -------------------------------------------------------------------------------
 
     @abstractmethod
     def _read(self, client: ClientRecord, assignment: Assignment, request: fleet_pb2.StepRequest) -> _Message:
