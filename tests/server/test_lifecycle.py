@@ -16,7 +16,7 @@ from fedplat.job import JobSpec
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server.coordination import job_checks
-from fedplat_server.rpc.job_files import JobFiles
+from fedplat_server.rpc.jobs import JobFiles
 from support import daemons
 from support.daemons import Site, initial_model, reason_name, update_of
 from support.jobs import job_file

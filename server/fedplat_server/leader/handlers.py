@@ -9,28 +9,26 @@ from fedplat.wire.v1 import admin_pb2_grpc, fleet_pb2_grpc
 from fedplat_server.auth.addresses import Origins
 from fedplat_server.auth.authentication import Authenticator
 from fedplat_server.auth.enrollment import Enrollments, Trust
+from fedplat_server.coordination.check_in import Presence
 from fedplat_server.coordination.conflicts import Conflicts
 from fedplat_server.coordination.fleet_counts import FleetCounter
-from fedplat_server.coordination.presence import Presence
 from fedplat_server.coordination.revocation import Revocation
 from fedplat_server.database.engine import async_url
 from fedplat_server.leader.parts import LeaderParts
 from fedplat_server.rpc import serving
 from fedplat_server.rpc.admission import Admission
-from fedplat_server.rpc.assignment_finder import AssignmentFinder
 from fedplat_server.rpc.check_in import AssignmentMessages, CheckInParts, CheckInService
-from fedplat_server.rpc.client_access import ClientAccess, ClientAccessParts
+from fedplat_server.rpc.client_access import AssignmentFinder, ClientAccess, ClientAccessParts
 from fedplat_server.rpc.client_models import ClientModels, ClientModelsParts
 from fedplat_server.rpc.clients import ClientsParts, ClientsService
 from fedplat_server.rpc.enrollment import EnrollmentParts, EnrollmentService
 from fedplat_server.rpc.events import EventsService
 from fedplat_server.rpc.fleet import FleetParts, FleetService
 from fedplat_server.rpc.fleet_view import FleetView
-from fedplat_server.rpc.job_files import JobFiles
 from fedplat_server.rpc.job_models import JobModelsParts, JobModelsService
 from fedplat_server.rpc.job_rounds import JobRoundsParts, JobRoundsService
 from fedplat_server.rpc.job_view import JobView
-from fedplat_server.rpc.jobs import JobsParts, JobsService
+from fedplat_server.rpc.jobs import JobFiles, JobsParts, JobsService
 from fedplat_server.rpc.operator_access import OperatorAccess, OperatorAccessParts
 from fedplat_server.rpc.operators import OperatorsParts, OperatorsService, StatusFacts
 from fedplat_server.rpc.privacy import PrivacyService

@@ -44,7 +44,7 @@ from fedplat_server.metrics.service import MetricsService
 from fedplat_server.protocols.half import HalfParts
 from fedplat_server.protocols.registry import KindParts, ServerHalves
 from fedplat_server.protocols.relay import RelayParts
-from fedplat_server.protocols.steps import StepParts
+from fedplat_server.protocols.steps import StepPolls
 from fedplat_server.records.lease import Lease
 from fedplat_server.rpc import serving
 from fedplat_server.rpc.job_registry import JobRegistry
@@ -237,14 +237,7 @@ def _make_kind_parts(mandate: Mandate, coordination: Coordination, files: Files,
         common=HalfParts(
             limits=config.limits, blobs=files.blobs, training=training, pool=WorkerPool.at(config.data_dir)
         ),
-        steps=StepParts(
-            limits=config.limits,
-            runner=runner,
-            store=store.jobs,
-            clients=coordination.clients,
-            long_polls=coordination.long_polls,
-            quotas=coordination.quotas,
-        ),
+        calls=StepPolls(runner, store.jobs, coordination.clients, coordination.long_polls, coordination.quotas),
         secure=SecureAttempts(files.blobs, store.clients, store.audit),
         relay=RelayParts(
             limits=config.limits,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from fedplat.job import JobSpec
@@ -16,14 +17,12 @@ from fedplat_server.flower.runs import FlowerRuns
 from fedplat_server.protocols.evaluation import EvaluationHalf, WarmStartHalf
 from fedplat_server.protocols.flower_app import FlowerAppHalf
 from fedplat_server.protocols.gossip import GossipHalf
-from fedplat_server.protocols.gossip_steps import GossipSteps
 from fedplat_server.protocols.half import HalfParts, ServerHalf
 from fedplat_server.protocols.relay import Relay, RelayParts
 from fedplat_server.protocols.secure import SecureHalf
-from fedplat_server.protocols.secure_steps import SecureSteps
 from fedplat_server.protocols.silence import SilenceMonitor
 from fedplat_server.protocols.ssp import StaleSynchronousHalf
-from fedplat_server.protocols.steps import StepParts
+from fedplat_server.protocols.steps import StepPolls
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +30,7 @@ class KindParts:
     """The parts from which each half gets its own."""
 
     common: HalfParts
-    steps: StepParts
+    calls: StepPolls
     secure: SecureAttempts
     relay: RelayParts
     clients: ClientStore
@@ -43,9 +42,9 @@ def _make_plain(parts: KindParts) -> ServerHalf:
 
 
 def _make_gossip(parts: KindParts) -> ServerHalf:
-    steps, clock = GossipSteps(parts.steps), asyncio.get_running_loop().time
-    silence = SilenceMonitor(parts.relay.coordinator, parts.steps.clients, parts.steps.runner.post, clock)
-    return GossipHalf(parts.common, steps, Relay(parts.relay, steps.list_waiting), silence, parts.clients)
+    runner, clock = parts.calls.runner, asyncio.get_running_loop().time
+    silence = SilenceMonitor(runner.coordinator, parts.calls.clients, runner.post, clock)
+    return GossipHalf(parts.common, parts.calls, parts.clients, functools.partial(Relay, parts.relay), silence)
 
 
 HALVES: Mapping[str, Callable[[KindParts], ServerHalf]] = {
@@ -53,7 +52,7 @@ HALVES: Mapping[str, Callable[[KindParts], ServerHalf]] = {
     "buffered": _make_plain,
     "ssp": lambda parts: StaleSynchronousHalf(parts.common),
     "cyclic": _make_plain,
-    "secure": lambda parts: SecureHalf(parts.common, SecureSteps(parts.steps, parts.secure), parts.secure),
+    "secure": lambda parts: SecureHalf(parts.common, parts.calls, parts.secure),
     "gossip": _make_gossip,
     "flower_app": lambda parts: FlowerAppHalf(parts.common, parts.flower),
     "evaluation": lambda parts: EvaluationHalf(parts.common),

@@ -27,6 +27,10 @@ MAX_NAME = 200
 """Maximum length of a file's name, and of a client's id."""
 
 
+ListWaiting = Callable[[str], Collection[str]]
+"""A function of a job's id that returns the silos that wait for a mean in the relay."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RelayParts:
     """The parts that the relay uses."""
@@ -42,7 +46,7 @@ class RelayParts:
 class Relay:
     """Receives files from silos and sends them to their receivers. `list_waiting` returns who waits for a mean."""
 
-    def __init__(self, parts: RelayParts, list_waiting: Callable[[str], Collection[str]]) -> None:
+    def __init__(self, parts: RelayParts, list_waiting: ListWaiting) -> None:
         self._parts = parts
         self._list_waiting = list_waiting
         self._waiting: dict[RelayedFile, set[asyncio.Event]] = {}

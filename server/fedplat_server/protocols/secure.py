@@ -1,39 +1,75 @@
-"""The server's half of jobs with secure aggregation."""
+"""The server's half of jobs with secure aggregation.
+
+It validates what clients send in a step, submits it, and returns the input of the next step. A message is bounded, and
+validated against the stored roster, before the coordinator sees it.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from typing_extensions import override
 
 from fedplat import report_validation
 from fedplat.aggregate import Rule
-from fedplat.rounds import Assignment, AttemptKey, JobState, Verdict
+from fedplat.errors import SecureAggregationError
+from fedplat.rounds import Assignment, Attempt, AttemptKey, JobState, Verdict
+from fedplat.rounds.events import KeysAdvertised, MasksAnswered, SharesSent, SurvivorsConfirmed, UpdateRejected
 from fedplat.rounds.states import AssignmentState, AttemptPhase, Reason
 from fedplat.rounds.transition import ACCEPTED
-from fedplat.secure_aggregation import encoding
+from fedplat.secure_aggregation import encoding, messages, unmasking
+from fedplat.secure_aggregation.messages import Confirmation, KeyAdvertisement, SealedShares, UnmaskAnswer
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.aggregation.secure import MaskedAggregation
-from fedplat_server.aggregation.secure_attempts import SecureAttempts
+from fedplat_server.aggregation.secure_attempts import RosterGroup, SecureAttempts, has_begun
 from fedplat_server.database.clients import ClientRecord
-from fedplat_server.protocols.half import HalfParts, ServerHalf, Validate
-from fedplat_server.protocols.secure_steps import SecureSteps
+from fedplat_server.errors import Code, RefusedError
+from fedplat_server.messages import validation
+from fedplat_server.protocols.half import HalfParts, Validate
+from fedplat_server.protocols.steps import StepPolls, StepsHalf, refuse
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.workers.attempt_inputs import AttemptInputs
 
 _MASKING_STATES = frozenset({AssignmentState.SHARED, AssignmentState.UPLOADING})
 """States in which a client has the masks for its update."""
+_Kind: TypeAlias = Literal["keys", "shares", "confirmation", "answer"]
+_Event: TypeAlias = KeysAdvertised | SharesSent | SurvivorsConfirmed | MasksAnswered
+_EVENTS: dict[_Kind, Callable[..., _Event]] = {
+    "keys": KeysAdvertised,
+    "shares": SharesSent,
+    "confirmation": SurvivorsConfirmed,
+    "answer": MasksAnswered,
+}
+_PHASES: dict[_Kind, AttemptPhase] = {
+    "keys": AttemptPhase.ADVERTISING,
+    "shares": AttemptPhase.SHARING,
+    "confirmation": AttemptPhase.CONFIRMING,
+    "answer": AttemptPhase.UNMASKING,
+}
+"""The phase in which each message is expected: not before, since it depends on what the phase begins with."""
+_INPUT_PHASES: dict[_Kind | None, AttemptPhase] = {
+    "keys": AttemptPhase.SHARING,
+    "shares": AttemptPhase.COLLECTING,
+    None: AttemptPhase.CONFIRMING,
+    "confirmation": AttemptPhase.UNMASKING,
+    "answer": AttemptPhase.COMMITTING,
+}
+"""The phase from which on a client can have the input of the step after each message."""
+_MAX_MESSAGES = 8
+"""Total size of a client's new messages for an attempt, as a multiple of the largest one."""
 
 
-class SecureHalf(ServerHalf):
+class SecureHalf(StepsHalf[fleet_pb2.SecureMessage]):
     """Jobs with secure aggregation: updates are masked, and the server learns their sum only."""
 
-    def __init__(self, parts: HalfParts, steps: SecureSteps, secure: SecureAttempts) -> None:
-        super().__init__(parts)
+    content = "secure"
+
+    def __init__(self, parts: HalfParts, calls: StepPolls, secure: SecureAttempts) -> None:
+        super().__init__(parts, calls)
         self._secure = secure
-        self._steps = steps
 
     @override
     async def set_up(self, job: JobState, key: AttemptKey) -> fleet_pb2.Assignment:
@@ -63,13 +99,128 @@ class SecureHalf(ServerHalf):
         return functools.partial(report_validation.validate_masked, setup=setup)
 
     @override
-    async def take_step(
-        self, client: ClientRecord, assignment: Assignment, request: fleet_pb2.StepRequest
-    ) -> fleet_pb2.StepResponse:
-        return await self._steps.take(client, assignment, request)
-
-    @override
     def open_backend(
         self, job: JobState, find_job: Callable[[], JobState], inputs: AttemptInputs, blobs: BlobStore
     ) -> MaskedAggregation:
         return MaskedAggregation(find_job, inputs, blobs, self._secure)
+
+    # --- its steps --------------------------------------------------------------------------------------------
+
+    @override
+    def _read(
+        self, client: ClientRecord, assignment: Assignment, request: fleet_pb2.StepRequest
+    ) -> fleet_pb2.SecureMessage:
+        return request.secure
+
+    @override
+    async def _receive(
+        self, client: ClientRecord, assignment: Assignment, message: fleet_pb2.SecureMessage
+    ) -> fleet_pb2.StepResponse | None:
+        if (kind := message.WhichOneof("message")) is None:
+            return None
+        content: bytes = getattr(message, kind)
+        stored: bytes = getattr(assignment.secure, kind) if assignment.secure is not None else b""
+        if stored == content and content:
+            return None
+        job = self._calls.job(assignment.key.job_id)
+        attempt = _open_attempt(job, assignment)
+        if attempt is None:
+            return _refuse_ended(assignment)
+        if stored:
+            return refuse(Reason.REJECTED_CONFLICT, f"other {kind} were accepted before; they are kept")
+        setup = await self._secure.setup(job, assignment.key)
+        limit = messages.max_bytes(min(setup.encoding.max_clients, messages.MAX_GROUP))
+        self._calls.count(assignment, len(content), limit, _MAX_MESSAGES)
+        if not has_begun(attempt, _PHASES[kind]):
+            text = f"{kind} are expected when the attempt is {_PHASES[kind]}; it is {attempt.phase}"
+            raise RefusedError(Code.INVALID_REQUEST, text)
+        try:
+            await self._validate(client, job, assignment, kind, content)
+        except SecureAggregationError as exc:
+            return await self._reject(assignment, str(exc))
+        verdict = await self._calls.runner.submit(_EVENTS[kind](assignment.key, client.client_id, content))
+        return None if verdict.accepted else refuse(verdict.reason, verdict.text)
+
+    async def _validate(
+        self, client: ClientRecord, job: JobState, assignment: Assignment, kind: _Kind, content: bytes
+    ) -> None:
+        """Raise `SecureAggregationError` for an invalid message. Never shows the message."""
+        secure = self._secure
+        if kind == "keys":
+            keys = KeyAdvertisement.from_bytes(content)
+            unmasking.check_keys(await secure.setup(job, assignment.key), client.public_key, keys)
+            return
+        group, position = await self._place(job, assignment)
+        attempt = _open_attempt(job, assignment)
+        assert attempt is not None
+        match kind:
+            case "shares":
+                unmasking.check_shares(group.graph, position, SealedShares.from_bytes(content))
+            case "confirmation":
+                confirmation = Confirmation.from_bytes(content)
+                survivors = group.survivors(attempt)
+                unmasking.check_confirmation(group.setup, group.members, position, survivors, confirmation)
+            case "answer":
+                answer = UnmaskAnswer.from_bytes(content)
+                unmasking.check_answer(group.graph, position, group.survivors(attempt), answer)
+
+    async def _place(self, job: JobState, assignment: Assignment) -> tuple[RosterGroup, int]:
+        """Return the group of an assignment, and its position there."""
+        if assignment.secure is None or assignment.secure.group < 0:
+            raise SecureAggregationError("the client has no place on the roster; expected its keys first")
+        groups = await self._secure.groups(job)
+        return groups[assignment.secure.group], assignment.secure.position
+
+    async def _reject(self, assignment: Assignment, text: str) -> fleet_pb2.StepResponse:
+        """Refuse an invalid message, and end the assignment if the client still works for it.
+
+        The update of a client that has reported stays in the sum: it only does not help to remove the masks.
+        """
+        text = validation.text(text, self._parts.limits.max_text)
+        if assignment.is_busy:
+            event = UpdateRejected(*assignment.id, Reason.REJECTED_MESSAGE, text)
+            verdict = await self._calls.runner.submit(event)
+            if not verdict.accepted:
+                return refuse(verdict.reason, verdict.text)
+        return refuse(Reason.REJECTED_MESSAGE, text)
+
+    @override
+    async def _find_input(
+        self, job: JobState, assignment: Assignment, message: fleet_pb2.SecureMessage
+    ) -> tuple[fleet_pb2.StepResponse, bool]:
+        kind, attempt = message.WhichOneof("message"), _open_attempt(job, assignment)
+        if attempt is None or assignment.secure is None:
+            return _refuse_ended(assignment), True
+        if has_begun(attempt, AttemptPhase.COMMITTING) or (kind == "answer" and assignment.secure.answer):
+            return fleet_pb2.StepResponse(done=fleet_pb2.Done()), True
+        if has_begun(attempt, _INPUT_PHASES[kind]):
+            return fleet_pb2.StepResponse(secure=await self._make_input(job, attempt, assignment, kind)), True
+        ends_at = attempt.step_ends_at if attempt.step_ends_at is not None else assignment.deadline_at
+        remaining_s = max(ends_at - self._calls.runner.now, 0.0)
+        return fleet_pb2.StepResponse(waiting=fleet_pb2.Waiting(remaining_s=remaining_s)), False
+
+    async def _make_input(
+        self, job: JobState, attempt: Attempt, assignment: Assignment, kind: _Kind | None
+    ) -> fleet_pb2.SecureInput:
+        group, position = await self._place(job, assignment)
+        if kind == "keys":
+            return fleet_pb2.SecureInput(roster=group.roster(position))
+        if kind == "shares":
+            return fleet_pb2.SecureInput(shares=group.held_shares(attempt, position))
+        if has_begun(attempt, AttemptPhase.UNMASKING):
+            return fleet_pb2.SecureInput(unmask=group.unmask_request(attempt))
+        return fleet_pb2.SecureInput(survivors=group.survivors(attempt).to_bytes())
+
+
+def _open_attempt(job: JobState, assignment: Assignment) -> Attempt | None:
+    """Return the attempt of an assignment if both are open."""
+    attempt = job.open_attempt
+    is_current = attempt is not None and attempt.key == assignment.key and assignment.is_open
+    return attempt if is_current else None
+
+
+def _refuse_ended(assignment: Assignment) -> fleet_pb2.StepResponse:
+    """Return the response for an assignment that has ended."""
+    if assignment.state is AssignmentState.MERGED:
+        return fleet_pb2.StepResponse(done=fleet_pb2.Done())
+    return refuse(assignment.reason, assignment.text)

@@ -24,8 +24,7 @@ from fedplat_server.messages import convert, streams, validation
 from fedplat_server.protocols import steps
 from fedplat_server.protocols.half import ServerHalf
 from fedplat_server.protocols.registry import ServerHalves
-from fedplat_server.rpc.assignment_finder import AssignmentFinder
-from fedplat_server.rpc.client_access import ClientAccess
+from fedplat_server.rpc.client_access import AssignmentFinder, ClientAccess
 from fedplat_server.rpc.client_models import ClientModels
 from fedplat_server.rpc.handlers import Context
 from fedplat_server.rpc.report_intake import ReportIntake

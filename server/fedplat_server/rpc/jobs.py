@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from msgspec import structs
 from typing_extensions import override
 
 from fedplat.config.loaded_plugins import LoadedPlugins, describe_versions
+from fedplat.config.plugins import Plugins
 from fedplat.job import JobSpec
 from fedplat.rounds import JobState, ModelVersion
 from fedplat.rounds.events import JobAction, OperatorCommand, SpecChanged
@@ -21,12 +24,12 @@ from fedplat_server.coordination.runner import Runner
 from fedplat_server.database.store import Store
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import validation
+from fedplat_server.protocols.registry import ServerHalves
 from fedplat_server.records import audit
 from fedplat_server.records.audit import AuditEntry
 from fedplat_server.rpc import job_filters, pages
 from fedplat_server.rpc.caller import current_operator
 from fedplat_server.rpc.handlers import Context
-from fedplat_server.rpc.job_files import JobFiles
 from fedplat_server.rpc.job_registry import JobRegistry
 from fedplat_server.rpc.job_view import JobView
 from fedplat_server.storage.blobs import BlobStore
@@ -37,7 +40,48 @@ _AUDIT_ACTIONS = {
     JobAction.RESUME: audit.AuditAction.JOB_RESUMED,
     JobAction.CANCEL: audit.AuditAction.JOB_CANCELLED,
 }
+_Result = TypeVar("_Result")
 UPLOAD_FIRST = "upload it first (UploadModel)"
+
+
+class JobFiles:
+    """Reads job files of at most `max_bytes`, which may name `plugins`, and these evaluators and trainers."""
+
+    def __init__(
+        self,
+        plugins: Plugins,
+        max_bytes: int,
+        evaluators: Sequence[str],
+        trainers: Sequence[str],
+        halves: ServerHalves,
+    ) -> None:
+        self._plugins = plugins
+        self._max_bytes = max_bytes
+        self._evaluators = evaluators
+        self._trainers = trainers
+        self._halves = halves
+        self._parsing = asyncio.Lock()
+
+    async def read(self, text: str) -> JobSpec:
+        """Return the job of a new file. Raises `RefusedError` if it is not valid, or this server cannot run it."""
+        spec = await self._run_alone(job_checks.parse, text, self._max_bytes, self._plugins)
+        job_checks.check_is_runnable(spec, self._evaluators, self._trainers)
+        await self._halves.training_of(spec).check_job(spec)
+        return spec
+
+    async def change(self, text: str, changes: Sequence[str]) -> tuple[str, JobSpec]:
+        """Return a file with other values of keys that may change, and its job. Raises `RefusedError`."""
+        return await asyncio.to_thread(job_checks.change, text, changes, self._max_bytes, self._plugins)
+
+    async def _run_alone(self, function: Callable[..., _Result], *arguments: object) -> _Result:
+        """Run a function in a thread, one at a time, also if its call has ended: a thread cannot be cancelled."""
+        async with self._parsing:
+            running = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+            try:
+                return await asyncio.shield(running)
+            except asyncio.CancelledError:
+                await asyncio.wait([running])
+                raise
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ from fedplat_server.messages import memory, streams, validation
 from fedplat_server.messages.memory import UploadMemory
 from fedplat_server.protocols.half import ServerHalf, Validate
 from fedplat_server.protocols.registry import ServerHalves
-from fedplat_server.rpc.assignment_finder import AssignmentFinder
+from fedplat_server.rpc.client_access import AssignmentFinder
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.spool import Spool
 

@@ -20,8 +20,7 @@ from fedplat_server.coordination.runner import Runner
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import convert, validation
 from fedplat_server.protocols.silence import MISSED_HEARTBEATS
-from fedplat_server.rpc.assignment_finder import AssignmentFinder
-from fedplat_server.rpc.client_access import ClientAccess
+from fedplat_server.rpc.client_access import AssignmentFinder, ClientAccess
 from fedplat_server.rpc.handlers import Context
 
 
