@@ -20,7 +20,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from fedplat.model import Parameters
-from fedplat.wire.v1 import admin_pb2, fleet_pb2
+from fedplat.wire.v1 import admin_pb2, fleet_pb2, gossip_pb2
 from wire import make_golden
 
 GOLDEN = {path.stem: path.read_bytes() for path in sorted(make_golden.FOLDER.glob("*.bin"))}
@@ -214,6 +214,15 @@ def _odd_field(rng: random.Random, method: Method) -> bytes:
     return message.SerializeToString()
 
 
+def _shares(num_bytes: int) -> fleet_pb2.SecureMessage:
+    return fleet_pb2.SecureMessage(shares=bytes(num_bytes))
+
+
+def _key(largest: float) -> gossip_pb2.SiloMessage:
+    key = gossip_pb2.SiloReport.OfferKey(attempt=2**32 - 1, largest=largest)
+    return gossip_pb2.SiloMessage(known="x" * 5000, report=gossip_pb2.SiloReport(key=key))
+
+
 def _declared(rng: random.Random, method: Method) -> bytes:
     """A well-formed message with impossible sizes, offsets and numbers."""
     digest, huge = str(make_golden.VALUES["digest"]), rng.choice(HUGE)
@@ -224,9 +233,8 @@ def _declared(rng: random.Random, method: Method) -> bytes:
         fleet_pb2.DownloadRequest(digest=digest, offset=huge).SerializeToString,
         fleet_pb2.ReportRequest(token="x", digest=digest, num_examples=number, update=bad_file(rng)).SerializeToString,
         fleet_pb2.HeartbeatRequest(token="x" * rng.randint(0, 5000), wait_s=number).SerializeToString,
-        fleet_pb2.SecureStepRequest(
-            token="x", wait_s=number, shares=bytes(rng.choice([0, 1, 600_000]))
-        ).SerializeToString,
+        fleet_pb2.StepRequest(token="x", wait_s=number, secure=_shares(rng.choice([0, 1, 600_000]))).SerializeToString,
+        fleet_pb2.StepRequest(token="x", wait_s=number, gossip=_key(number)).SerializeToString,
         fleet_pb2.CheckInRequest(protocol_version=1, trainers=["t"] * 5000, wait_s=number).SerializeToString,
         fleet_pb2.CheckInRequest(protocol_version=1, labels={f"l{n}": "x" for n in range(5000)}).SerializeToString,
         admin_pb2.UploadModelRequest(data=bad_file(rng)).SerializeToString,
