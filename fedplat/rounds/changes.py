@@ -9,7 +9,7 @@ from typing import NamedTuple
 from fedplat.rounds.disclosure import disclosure_of
 from fedplat.rounds.persistent_map import to_persistent
 from fedplat.rounds.protocols.base import protocol_of
-from fedplat.rounds.records import Assignment, AssignmentId, Attempt, JobState, ModelVersion
+from fedplat.rounds.records import Assignment, AssignmentId, Attempt, AttemptKey, JobState, ModelVersion
 
 MESSAGE_KINDS = ("keys", "shares", "confirmation", "answer")
 """The fields of `SecureMessages` that hold a message."""
@@ -58,6 +58,13 @@ class Change:
     version: ModelVersion | None
     history: tuple[HistoryRow, ...]
     messages: tuple[SentMessage, ...] = ()
+
+    @property
+    def committed(self) -> AttemptKey | None:
+        """The attempt whose version is stored with this change; None if there is no version, or it was restored."""
+        if self.version is None or self.attempt is None or self.version.restored_from is not None:
+            return None
+        return self.attempt.key
 
 
 def difference(before: JobState, after: JobState) -> Change:

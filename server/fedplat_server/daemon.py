@@ -10,15 +10,15 @@ import contextlib
 import datetime
 import functools
 import signal
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 from fedplat import forks
-from fedplat_server import __version__, dashboard_process, logs
+from fedplat_server import __version__, dashboard_process, logs, retries
 from fedplat_server.auth import tls
 from fedplat_server.config import ServerConfig
-from fedplat_server.coordination.runner import STORE_RETRY_S
 from fedplat_server.database.engine import async_url, sqlite_path
 from fedplat_server.database.store import Store
 from fedplat_server.database.store import open_store as _open_store
@@ -29,16 +29,16 @@ from fedplat_server.errors import (
     StoreError,
     StoreUnavailableError,
 )
-from fedplat_server.leader import LeaderParts
+from fedplat_server.leader.leader import Leader
+from fedplat_server.leader.parts import Mandate, make_parts
 from fedplat_server.leadership.election import Election, open_election
+from fedplat_server.messages.memory import UploadMemory
 from fedplat_server.metrics.service import MetricsService
 from fedplat_server.records import audit
 from fedplat_server.records.lease import Candidate, HeldLease
 from fedplat_server.rpc import serving
-from fedplat_server.rpc.memory import UploadMemory
 from fedplat_server.rpc.routing.follower import Follower
 from fedplat_server.rpc.routing.gateway import GatewayOptions
-from fedplat_server.rpc.services import Services
 from fedplat_server.storage import data_dir
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Daemon:
         config: ServerConfig,
         open_store: OpenStore | None = None,
         utc_now: Callable[[], datetime.datetime] = tls.utc_now,
-        store_retry_s: float = STORE_RETRY_S,
+        store_retry_s: float = retries.STORE_RETRY_S,
         count_dropped_lines: Callable[[], int] = lambda: 0,
         tracing: Tracing | None = None,
     ) -> None:
@@ -149,11 +149,11 @@ class Daemon:
         lease_task = asyncio.create_task(election.keep(held_lease), name="lease")
         try:
             async with contextlib.AsyncExitStack() as stack:
-                parts = await self._wait_unless_stopped(self._start(stack, endpoint, held_lease), lease_task)
-                if parts is None:
+                leader = await self._wait_unless_stopped(self._start(stack, endpoint, held_lease), lease_task)
+                if leader is None:
                     return
-                await self._wait_unless_stopped(asyncio.shield(parts.runner_task), lease_task)
-                await self._drain(endpoint, parts)
+                await self._wait_unless_stopped(asyncio.shield(leader.runner_task), lease_task)
+                await self._drain(endpoint, leader)
         except (LeadershipLostError, StoreUnavailableError, BlobUnavailableError) as exc:
             if not self.started.is_set():  # it has served no caller yet: end with a clear error, do not wait
                 raise
@@ -164,31 +164,40 @@ class Daemon:
 
     async def _start(
         self, stack: contextlib.AsyncExitStack, endpoint: serving.Endpoint, held_lease: HeldLease
-    ) -> LeaderParts:
+    ) -> Leader:
         store = await self._open_store(self._config.database)
         stack.push_async_callback(store.close)
         await stack.enter_async_context(_sever_if_lost(store))
         if held_lease.lease.term:
             await store.fence(held_lease.lease.term)
-        parts = await LeaderParts.make(
-            self._config, store, held_lease.lease, endpoint, self._store_retry_s, self.metrics
+        mandate = Mandate(
+            config=self._config,
+            lease=held_lease.lease,
+            store=store,
+            endpoint=endpoint,
+            metrics=self.metrics,
+            store_retry_s=self._store_retry_s,
+            started_unix_s=time.time(),
         )
-        stack.push_async_callback(parts.close)
-        actor = await stack.enter_async_context(self.metrics.observe(parts.services, parts))
-        parts.runner_task = asyncio.create_task(parts.services.runner.run(actor), name="runner")
-        stack.push_async_callback(_cancel, parts.runner_task)
+        parts = await make_parts(stack, mandate)
+        leader, runner, jobs = Leader(parts), parts.coordination.runner, parts.coordination.jobs
+        observed = self.metrics.observe(leader, runner, jobs, store, parts.production.budgets.accountant)
+        actor = await stack.enter_async_context(observed)
+        stack.callback(runner.stop_timers)
+        leader.runner_task = asyncio.create_task(runner.run(actor), name="runner")
+        stack.push_async_callback(_cancel, leader.runner_task)
         await stack.enter_async_context(_sever_if_lost(store))
-        await parts.restore()
+        await leader.restore()
         await _note(store, audit.AuditAction.SERVER_STARTED)
-        await stack.enter_async_context(_accept_calls(endpoint, parts.services))
+        await stack.enter_async_context(_accept_calls(endpoint, leader))
         await stack.enter_async_context(_sever_if_lost(store))
         await endpoint.health.set_ready(True)
         stack.push_async_callback(endpoint.health.set_ready, False)
-        watch = asyncio.create_task(endpoint.health.watch(store, parts.services.runner), name="health")
+        watch = asyncio.create_task(endpoint.health.watch(store, runner), name="health")
         stack.push_async_callback(_cancel, watch)
         await self._start_once(endpoint)
         logs.get().info("this daemon leads the jobs", term=held_lease.lease.term)
-        return parts
+        return leader
 
     async def _start_once(self, endpoint: serving.Endpoint) -> None:
         """Start the endpoint when this daemon can first answer calls, as leader or by forwarding them."""
@@ -213,21 +222,19 @@ class Daemon:
             await _cancel(stop_task)
             await _cancel(task)
 
-    async def _drain(self, endpoint: serving.Endpoint, parts: LeaderParts) -> None:
+    async def _drain(self, endpoint: serving.Endpoint, leader: Leader) -> None:
         """Refuse new work, and let commits finish within the grace period."""
-        grace_s, services = self._config.grace_s, parts.services
+        grace_s = self._config.grace_s
         logs.get().info("the server is stopping", grace_s=grace_s)
-        services.draining = True
+        leader.refuse_work()
         await endpoint.health.stop()
-        services.jobs.wake_all()
-        services.event_feed.wake()
-        services.long_polls.release()
+        leader.release_calls()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(parts.wait_for_commits(), grace_s)
+            await asyncio.wait_for(leader.wait_for_commits(), grace_s)
         with contextlib.suppress(StoreError, TimeoutError):  # the server ends even if it cannot write its audit row
             async with asyncio.timeout(max(grace_s, FAREWELL_S)):
-                await services.bounded_audit.finish()
-                await _note(services.store, audit.AuditAction.SERVER_STOPPED)
+                await leader.finish_audit()
+                await _note(leader.store, audit.AuditAction.SERVER_STOPPED)
         # Leave time to deliver the answers just given. Heartbeats, which wait longer, are cut off.
         await endpoint.stop(min(grace_s, FAREWELL_S))
 
@@ -243,9 +250,9 @@ async def _sever_if_lost(store: Store) -> AsyncGenerator[None]:
 
 
 @contextlib.asynccontextmanager
-async def _accept_calls(endpoint: serving.Endpoint, services: Services) -> AsyncGenerator[None]:
+async def _accept_calls(endpoint: serving.Endpoint, leader: Leader) -> AsyncGenerator[None]:
     """Route calls to the services of this daemon; on exit, wait until no call is in progress."""
-    endpoint.router.set_route(serving.route(services, endpoint.reads))
+    endpoint.router.set_route(leader.make_route())
     try:
         yield
     finally:

@@ -24,7 +24,7 @@ from fedplat.wire.auth import Ticket
 from fedplat.wire.v1 import model_pb2
 from fedplat_client.backoff import draw_s
 from fedplat_server.config import Limits
-from fedplat_server.rpc import convert, validation
+from fedplat_server.messages import convert, validation
 from hostile import attacks
 from wire import make_golden
 

@@ -16,6 +16,7 @@ import pytest
 
 from fedplat.aggregate import FedAvg, Scaffold
 from fedplat.aggregate.scaffold import with_control
+from fedplat_server import retries
 from fedplat_server.errors import StoreUnavailableError
 from fedplat_server.training import evaluation
 from support import daemons
@@ -213,7 +214,7 @@ async def test_what_was_not_scored_is_scored_after_a_restart(folder: Path, file:
 async def test_a_score_waits_for_a_database_that_is_away(
     folder: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluation, "NOTE_RETRY_S", 0.01)
+    monkeypatch.setattr(retries, "BACKGROUND_RETRY_S", 0.01)
     async with daemons.running(folder, evaluators=names(file)) as site:
         tries = 0
 

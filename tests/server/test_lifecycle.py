@@ -16,7 +16,7 @@ from fedplat.job import JobSpec
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server.coordination import job_checks
-from fedplat_server.rpc.jobs import JobsService
+from fedplat_server.rpc.jobs import JobFiles
 from support import daemons
 from support.daemons import Site, initial_model, reason_name, update_of
 from support.jobs import job_file
@@ -55,15 +55,15 @@ async def test_job_files_are_parsed_one_at_a_time_also_if_their_calls_have_ended
         return parse(text, *more)
 
     come: list[str] = []
-    service: Any = JobsService
-    run_alone = service._run_alone
+    files: Any = JobFiles
+    run_alone = files._run_alone
 
     async def come_and_run(self: object, function: Any, text: str, *more: Any) -> Any:
         come.append(text)
         return await run_alone(self, function, text, *more)
 
     monkeypatch.setattr(job_checks, "parse", parse_slowly)
-    monkeypatch.setattr(service, "_run_alone", come_and_run)
+    monkeypatch.setattr(files, "_run_alone", come_and_run)
     given_up = asyncio.ensure_future(site.operator.create(job_file("one")))
     assert await asyncio.to_thread(begun.wait, 60.0)
     given_up.cancel()

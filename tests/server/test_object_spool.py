@@ -228,11 +228,11 @@ async def test_copies_go_with_their_attempt(open_host: Callable[..., Host]) -> N
     host = open_host(1, *(each.id for each in driver.job.open_assignments))
     for key in keys:
         host.persist(key)
-    host.spool.apply_changes(driver.give_up("c0").changes)
-    host.spool.apply_changes(driver.report("c1", "c2").changes)
+    host.spool.on_stored(driver.give_up("c0").changes)
+    host.spool.on_stored(driver.report("c1", "c2").changes)
     await asyncio.gather(*host.spool._deletions)  # pyright: ignore[reportPrivateUsage]
     assert host.names() == sorted(name(1, key) for key in keys[1:])
-    host.spool.apply_changes(driver.do(OperatorCommand("j", JobAction.CANCEL)).changes)
+    host.spool.on_stored(driver.do(OperatorCommand("j", JobAction.CANCEL)).changes)
     await host.spool.close()
     assert host.names() == []
 

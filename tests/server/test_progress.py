@@ -213,9 +213,9 @@ def test_what_has_ended_is_forgotten() -> None:
     before = driver.attempt.assignments
     for assignment in before.values():
         tracker.record(assignment, 0.5)
-    tracker.drop_ended(driver.report("c0").changes)
+    tracker.on_stored(driver.report("c0").changes)
     assert (tracker.get(before["c0"]), tracker.get(before["c1"])) == (None, 0.5)
-    tracker.drop_ended(driver.report("c1").changes)
+    tracker.on_stored(driver.report("c1").changes)
     assert tracker.get(before["c1"]) is None
     assert tracker.summarize(driver.job, driver.attempt) is None
 

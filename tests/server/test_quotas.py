@@ -23,7 +23,7 @@ from fedplat_server.auth import client_directory, rate_limits
 from fedplat_server.auth.rate_limits import Bucket, Buckets, MinimumRate, Quotas
 from fedplat_server.config import Limits
 from fedplat_server.errors import Code, RefusedError
-from fedplat_server.rpc import streams
+from fedplat_server.messages import streams
 from support import daemons
 from support.daemons import RawClient, Site, digest_of, initial_model, reason_name, update_of
 from support.jobs import job_file

@@ -15,6 +15,7 @@ from msgspec import structs
 from fedplat.job.sections import Retention
 from fedplat.rounds import JobState, ModelVersion
 from fedplat.rounds.states import JobStatus
+from fedplat_server import retries
 from fedplat_server.coordination import retention
 from fedplat_server.coordination.retention import MIN_VERSIONS, RetentionTask, find_retained_versions
 from fedplat_server.database.store import Store, open_store
@@ -56,7 +57,7 @@ class Bench:
 
 @pytest.fixture
 async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Bench]:
-    monkeypatch.setattr(retention, "RETRY_S", 0.0)
+    monkeypatch.setattr(retries, "BACKGROUND_RETRY_S", 0.0)
     store = await open_store(databases.create_sqlite(tmp_path / "fedplat.sqlite"))
     driver = Driver(store, check=False)
     await driver.create("one", FORGETFUL)
@@ -123,7 +124,7 @@ async def test_what_an_outage_interrupts_is_tried_again(bench: Bench, method: st
 
 
 async def test_an_outage_is_not_asked_again_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retention, "RETRY_S", 3600.0)
+    monkeypatch.setattr(retries, "BACKGROUND_RETRY_S", 3600.0)
     monkeypatch.setattr(retention, "CLOSE_S", 0.01)
     bench.store.outage = True
     bench.task.begin()

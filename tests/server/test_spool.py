@@ -272,7 +272,7 @@ class Followed:
 
     async def after(self, proposal: Proposal) -> set[str]:
         """The clients whose updates are there after a change and its deletions; fails if an empty folder is left."""
-        self.spool.apply_changes(proposal.changes)
+        self.spool.on_stored(proposal.changes)
         await self.spool.close()
         folders = [path for path in self.spool.folder.iterdir() if not any(path.iterdir())]
         assert folders == []
@@ -315,7 +315,7 @@ async def test_in_a_buffer_an_update_goes_with_the_version_that_it_is_in(tmp_pat
     assert await followed.after(driver.report("c0", "c1")) == {"c0", "c1", "c2"}
     assert driver.attempt.phase is AttemptPhase.COMMITTING
     assert await followed.after(driver.report("c2")) == {"c0", "c1", "c2"}  # waits for the next attempt
-    followed.spool.apply_changes(driver.commit().changes)
+    followed.spool.on_stored(driver.commit().changes)
     await followed.spool.close()
     (left,) = followed.spool.folder.rglob("*-*")
     assert left == path_of(followed.spool.folder, AssignmentId(FIRST, "c2"), DIGEST)
@@ -340,5 +340,5 @@ async def test_updates_that_cannot_be_deleted_harm_nothing(tmp_path: Path, monke
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(shutil, "rmtree", fail)
-    followed.spool.apply_changes(driver.do(OperatorCommand("j", JobAction.CANCEL)).changes)
+    followed.spool.on_stored(driver.do(OperatorCommand("j", JobAction.CANCEL)).changes)
     await followed.spool.close()

@@ -15,7 +15,7 @@ from msgspec.structs import force_setattr
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_server.config import Limits
 from fedplat_server.errors import RefusedError
-from fedplat_server.rpc import streams
+from fedplat_server.messages import streams
 from fedplat_server.storage.blobs import Blob, BlobStore
 from support import daemons
 from support.daemons import RawClient, Site, digest_of, initial_model, update_of

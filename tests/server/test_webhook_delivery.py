@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fedplat.wire.v1 import admin_pb2, events_pb2
+from fedplat_server import retries
 from fedplat_server.database.store import Store, open_store
 from fedplat_server.errors import StoreUnavailableError
 from fedplat_server.instruments import Instruments
@@ -24,7 +25,6 @@ from fedplat_server.records.webhooks import (
     after_attempt,
     new_secret,
 )
-from fedplat_server.webhooks import delivery as delivery_module
 from fedplat_server.webhooks.delivery import DeliveryTask
 from fedplat_server.webhooks.sender import WebhookSender
 from support import daemons, databases
@@ -212,7 +212,7 @@ async def test_a_webhook_that_is_removed_gets_nothing_more(store: Store, clock: 
 async def test_a_lost_reply_of_the_database_repeats_an_event_with_the_same_id(
     store: Store, clock: WallClock, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delivery_module, "STORE_RETRY_S", 0.0)
+    monkeypatch.setattr(retries, "BACKGROUND_RETRY_S", 0.0)
     faulty = FaultyStore(store)
 
     async def fail_once() -> None:

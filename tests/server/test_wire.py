@@ -24,7 +24,8 @@ from fedplat.rounds.states import REASON_TEXTS, AttemptKind, AttemptPhase, JobSt
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
 from fedplat_server import logs
 from fedplat_server.errors import PUBLIC_MESSAGES, Code, RefusedError
-from fedplat_server.rpc import convert, interceptor
+from fedplat_server.messages import convert
+from fedplat_server.rpc import interceptor
 from fedplat_server.rpc.statuses import STATUSES
 from support import access
 from support.access import ADMIN_METADATA

@@ -20,6 +20,7 @@ from style import (
     foreign_code,
     imports_of_tests,
     names,
+    parts,
     prose,
     records,
     secret_arguments,
@@ -27,7 +28,7 @@ from style import (
 )
 from style.sources import Finding, Sources, read
 
-RULES = (names, prose, imports_of_tests, secret_arguments, foreign_code, records, sizes, fault_rows, blocks)
+RULES = (names, prose, imports_of_tests, secret_arguments, foreign_code, records, sizes, fault_rows, blocks, parts)
 MIN_FILES = 1000
 """Fewer than the project has: a check that reads nothing finds nothing."""
 

@@ -13,6 +13,7 @@ from style import (
     foreign_code,
     imports_of_tests,
     names,
+    parts,
     prose,
     records,
     secret_arguments,
@@ -225,6 +226,21 @@ def test_a_long_file_is_found(path: str) -> None:
     assert [each.path for each in sizes.check(Sources({path: text}))] == [path]
     assert not [*sizes.check(Sources({path: '"""Of 600 lines because ..."""' + text}))]
     assert not [*sizes.check(Sources({path: text[1:]}))]
+
+
+@pytest.mark.parametrize(
+    ("path", "num_fields", "is_accepted"),
+    [
+        (SERVER, 7, True),
+        (SERVER, 8, False),
+        (CLIENT, 8, True),
+        ("server/fedplat_server/leader/parts.py", 8, True),
+    ],
+)
+def test_a_class_with_many_parts_is_found(path: str, num_fields: int, is_accepted: bool) -> None:
+    fields = "".join(f"    part_{number}: Part\n" for number in range(num_fields))
+    text = f"class AParts:\n{fields}class A:\n    def __init__(self, parts: AParts, *, other: Part) -> None: ...\n"
+    assert [each.line for each in parts.check(Sources({path: text}))] == ([] if is_accepted else [num_fields + 2])
 
 
 def test_a_mark_of_a_row_that_is_absent_excused_or_computed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fedplat_server import leader
 from fedplat_server.coordination.runner import Runner
+from fedplat_server.leader import parts
 
 
 class DeadlineClock:
@@ -65,5 +65,5 @@ def deadline_clock(monkeypatch: pytest.MonkeyPatch) -> DeadlineClock:
     def make(coordinator: Any, store: Any, loop: Any, **options: Any) -> Runner:
         return Runner(coordinator, store, clock, **options)
 
-    monkeypatch.setattr(leader, "Runner", make)
+    monkeypatch.setattr(parts, "Runner", make)
     return clock

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fedplat_server.training import evaluation
+from fedplat_server import retries
 from support import daemons, databases, storm
 from support.faulty_store import Faults
 
@@ -25,7 +25,7 @@ def weather(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(daemons, "BEFELL", befell)
     seed = zlib.crc32(request.node.nodeid.encode())
     monkeypatch.setattr(daemons, "STORM", Faults(seed, fail_before=0.08, fail_after=0.05, delay=0.2))
-    monkeypatch.setattr(evaluation, "NOTE_RETRY_S", 0.02)
+    monkeypatch.setattr(retries, "BACKGROUND_RETRY_S", 0.02)
     yield
     calls = befell.pop("calls", 0)
     assert befell or calls < 100, f"nothing befell {calls} calls of the store: this was no storm"

@@ -13,8 +13,9 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 
 from msgspec import structs
@@ -25,10 +26,10 @@ from fedplat.config import user_code
 from fedplat.config.loaded_plugins import PluginReference
 from fedplat.errors import FedplatError, SecureAggregationError
 from fedplat.model import ModelFile
-from fedplat.rounds import AttemptKey, JobState, ModelVersion
+from fedplat.rounds import AttemptKey, Change, JobState, ModelVersion
 from fedplat.rounds.commands import Commit, Fold, Restart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
-from fedplat_server import crash_points, logs
+from fedplat_server import crash_points, logs, retries
 from fedplat_server.aggregation.backend import Aggregate, AggregationBackend
 from fedplat_server.aggregation.local import LocalAggregation
 from fedplat_server.errors import BlobError, BlobUnavailableError, StoreUnavailableError, is_lasting
@@ -37,7 +38,6 @@ from fedplat_server.storage.spool import Spool
 from fedplat_server.training.server_training import ServerTraining, is_due
 from fedplat_server.workers.attempt_inputs import AttemptInputs, SpooledUpdate
 
-STORE_RETRY_S = 0.5
 FindVersion = Callable[[str, int], Awaitable[ModelVersion | None]]
 Post = Callable[[AttemptAggregated | AggregationFailed], None]
 OpenBackend = Callable[[JobState, Callable[[], JobState], AttemptInputs, BlobStore], AggregationBackend]
@@ -83,8 +83,8 @@ class Aggregation:
         parts: AggregationParts = AggregationParts(),
         on_leftovers: Callable[[Sequence[str]], None] = lambda digests: None,
     ) -> None:
-        """`on_leftovers` gets the digests of an attempt's files when it is stored whether a version names them."""
-        self._on_leftovers = on_leftovers
+        self.on_leftovers = on_leftovers
+        """It gets the digests of an attempt's files when it is stored whether a version names them."""
         self._parts = parts
         self._blobs = blobs
         self._spool = spool
@@ -105,6 +105,12 @@ class Aggregation:
             while not attempt.queue.empty():  # the restart discards what these would fold
                 attempt.queue.get_nowait()
         attempt.queue.put_nowait(command)
+
+    def on_stored(self, changes: Iterable[Change]) -> None:
+        """Drop the attempts whose versions are stored."""
+        for change in changes:
+            if change.committed is not None:
+                self.end(change.committed)
 
     def end(self, key: AttemptKey) -> None:
         """Drop an attempt that has ended, after it is stored whether a version names its files."""
@@ -146,7 +152,7 @@ class Aggregation:
         """Settle an attempt's files: either a stored version names them, or no version ever will."""
         if made:
             self._blobs.settle(made)
-            self._on_leftovers(made)
+            self.on_leftovers(made)
 
     async def _aggregate(
         self, job: JobState, key: AttemptKey, queue: asyncio.Queue[Fold | Restart | Commit], blobs: BlobStore
@@ -210,24 +216,18 @@ class Aggregation:
         """Return the path of the version that the client trained from, or "" if that is the latest."""
         if command.base_version == job.latest.version:
             return ""
-        while True:
-            try:
-                version = await self._find_version(job.job_id, command.base_version)
-            except StoreUnavailableError:  # the runner logs it; an outage must not fail the attempt
-                await asyncio.sleep(STORE_RETRY_S)
-            else:
-                assert version is not None
-                (path,) = await stack.enter_async_context(self._blobs.local(version.digest))
-                return os.path.abspath(path)
+        find = functools.partial(self._find_version, job.job_id, command.base_version)
+        # The runner logs it; an outage must not fail the attempt.
+        version = await retries.retry(find, StoreUnavailableError, itertools.repeat(retries.STORE_RETRY_S))
+        assert version is not None
+        (path,) = await stack.enter_async_context(self._blobs.local(version.digest))
+        return os.path.abspath(path)
 
     async def _find_update(self, command: Fold) -> Path:
-        while True:
-            try:
-                path = await asyncio.to_thread(self._spool.complete, command.assignment, command.digest)
-            except BlobUnavailableError:  # the store's health is logged; an outage must not fail the attempt
-                await asyncio.sleep(STORE_RETRY_S)
-            else:
-                break
+        find = functools.partial(self._spool.complete, command.assignment, command.digest)
+        # The store's health is logged; an outage must not fail the attempt.
+        pauses = itertools.repeat(retries.STORE_RETRY_S)
+        path = await retries.retry(lambda: asyncio.to_thread(find), BlobUnavailableError, pauses)
         if path is None:
             raise BlobError(f"the update of {command.assignment.client_id} is missing or damaged")
         return path.absolute()

@@ -58,8 +58,8 @@ from fedplat_server.config import (
 from fedplat_server.coordination import owner
 from fedplat_server.database import schema
 from fedplat_server.errors import ConfigError, SchemaVersionError
+from fedplat_server.messages import validation
 from fedplat_server.metrics.job_series import MAX_METRICS
-from fedplat_server.rpc import validation
 from fedplat_server.storage import ownership
 from fedplat_server.webhooks import addresses as webhook_addresses
 

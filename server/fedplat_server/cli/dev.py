@@ -45,9 +45,9 @@ from fedplat_server.config import ServerConfig
 from fedplat_server.database.clients import EnrollmentToken
 from fedplat_server.database.store import Store
 from fedplat_server.errors import ConfigError
+from fedplat_server.messages import validation
 from fedplat_server.records.audit import HOST
 from fedplat_server.records.operators import hash_token
-from fedplat_server.rpc import validation
 from fedplat_server.rpc.routing.shared_port import PortReservation
 from fedplat_server.storage import data_dir as data_folder
 

@@ -147,7 +147,7 @@ class AlertMonitor:
         book = self._book(job.job_id)
         book.rounds.extend(map(_round_facts, reversed(committed[: alerts.LATE_ROUNDS])))
 
-    def apply_changes(self, changes: Iterable[Change]) -> None:
+    def on_stored(self, changes: Iterable[Change]) -> None:
         """Update the facts after stored changes."""
         now = self._now()
         for change in changes:

@@ -1,14 +1,37 @@
-"""The long poll of a free client, which waits for an assignment."""
+"""Check-ins: what the server notes of a client that is free, and its long poll, which waits for an assignment."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from fedplat.rounds.commands import Assign, Refuse, RetryWindow
 from fedplat.rounds.events import ClientCheckedIn, ClientLeft
 from fedplat.rounds.states import Reason
+from fedplat_server.auth.client_directory import ClientDirectory, Offer
+from fedplat_server.coordination.availability import AvailabilityTracker
 from fedplat_server.coordination.long_polls import LongPolls
+from fedplat_server.coordination.progress import ProgressTracker
 from fedplat_server.coordination.runner import Runner
+from fedplat_server.database.clients import ClientRecord
 
 RETRY_SOON = RetryWindow(0.0, 1.0)
+
+
+class Presence:
+    """Notes that a client is there, and free."""
+
+    def __init__(self, clients: ClientDirectory, availability: AvailabilityTracker, progress: ProgressTracker) -> None:
+        self._clients = clients
+        self._availability = availability
+        self._progress = progress
+
+    async def note(self, client: ClientRecord, labels: Mapping[str, str], version: str, offer: Offer) -> ClientRecord:
+        """Store the labels and the software of a client that checks in; return its record as it is now."""
+        client = await self._clients.update(client, labels, version)
+        self._clients.record_offer(client.client_id, offer)
+        self._availability.record(client.client_id, client.population)
+        self._progress.drop_overdue(client.client_id)
+        return client
 
 
 async def wait_for_work(

@@ -63,7 +63,7 @@ class Downloads:
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="downloads")
 
-    def apply_changes(self, changes: Iterable[Change]) -> None:
+    def on_stored(self, changes: Iterable[Change]) -> None:
         """Forget ended assignments, and the times of clients that have come further, according to stored changes."""
         if not self._known:
             return

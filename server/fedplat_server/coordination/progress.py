@@ -68,7 +68,7 @@ class ProgressTracker:
         """Forget that a client works although its assignment has ended: it has checked in."""
         self._overdue.pop(client_id, None)
 
-    def drop_ended(self, changes: Iterable[Change]) -> None:
+    def on_stored(self, changes: Iterable[Change]) -> None:
         """Forget the assignments that stored changes have ended."""
         for change in changes:
             for assignment in change.assignments:

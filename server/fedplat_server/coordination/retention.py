@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
-from fedplat.rounds import JobState
+from fedplat.job.sections import Retention
+from fedplat.rounds import Change, JobState
 from fedplat.rounds.disclosure import disclosure_of
 from fedplat.rounds.states import ENDED_JOBS
-from fedplat_server import logs
+from fedplat_server import logs, retries
 from fedplat_server.coordination.availability import KEEP_S
 from fedplat_server.database.jobs import RetainedVersions
 from fedplat_server.database.sql_events import EVENTS_BATCH
@@ -23,7 +24,6 @@ from fedplat_server.database.store import Store
 from fedplat_server.errors import BlobError, LeadershipLostError, StoreError
 from fedplat_server.storage.blobs import BlobStore
 
-RETRY_S = 1.0
 CLOSE_S = 10.0
 """The time limit of `close` for the removal in progress."""
 INTERVAL_S = 600.0
@@ -79,6 +79,7 @@ class RetentionTask:
         self._drain_last_seen, self._is_low = drain_last_seen, is_low
         self._set_asides = set_asides
         self._jobs: dict[str, None] = {}
+        self._options: dict[str, Retention] = {}
         self._leftovers: set[str] = set()
         self._limited_history: set[str] = set()
         self._scheduled = asyncio.Event()
@@ -89,8 +90,17 @@ class RetentionTask:
         """Start the task."""
         self._task = asyncio.create_task(self._run(), name="retention")
 
+    def on_stored(self, changes: Iterable[Change]) -> None:
+        """Apply soon the policies of jobs that have a new version, another policy, or have ended."""
+        for change in changes:
+            job_id, options = change.job.job_id, change.job.spec.retention
+            is_other = options is not self._options.get(job_id)
+            if change.version is not None or change.job.status in ENDED_JOBS or is_other:
+                self._options[job_id] = options
+                self.schedule_job(job_id)
+
     def schedule_job(self, job_id: str) -> None:
-        """Apply a job's policy soon: it has a new version, or has ended."""
+        """Apply a job's policy soon."""
         self._jobs[job_id] = None
         self._scheduled.set()
 
@@ -207,6 +217,6 @@ class RetentionTask:
             logs.get().warning("old files could not be removed", error=str(exc))
             self._scheduled.set()
             if not self._is_closing:
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(retries.BACKGROUND_RETRY_S)
             return isinstance(exc, BlobError)  # the rows are stored: the next start removes the files
         return True

@@ -36,11 +36,13 @@ class RevokedClients(NamedTuple):
 class Revocation:
     """The permanent revocation of clients."""
 
-    def __init__(self, clients: ClientStore, directory: ClientDirectory) -> None:
+    def __init__(self, clients: ClientStore, directory: ClientDirectory, runner: Runner, long_polls: LongPolls) -> None:
         self._clients = clients
         self._directory = directory
+        self._runner = runner
+        self._long_polls = long_polls
 
-    async def revoke(self, client_id: str, actor: str, runner: Runner, long_polls: LongPolls) -> ClientRecord:
+    async def revoke(self, client_id: str, actor: str) -> ClientRecord:
         """Revoke a client: its long polls end, its assignments fail, and open attempts drop its reports.
 
         Safe to repeat. Raises `RefusedError` if there is no such client.
@@ -50,12 +52,10 @@ class Revocation:
         )
         if record is None:
             raise RefusedError(Code.NO_SUCH_CLIENT, client_id)
-        await self._end(record, runner, long_polls)
+        await self._end(record)
         return record
 
-    async def revoke_clients_of(
-        self, enrolled: EnrolledClients, actor: str, runner: Runner, long_polls: LongPolls
-    ) -> RevokedClients:
+    async def revoke_clients_of(self, enrolled: EnrolledClients, actor: str) -> RevokedClients:
         """Revoke up to `MAX_REVOKED` clients that have enrolled with a token, in transactions of `BATCH` clients each.
 
         The result has the client after which the next call continues. Safe to repeat.
@@ -70,17 +70,17 @@ class Revocation:
             for record in page:
                 self._directory.replace(record)
             for record in page:
-                await self._end(record, runner, long_polls)
+                await self._end(record)
             num_revoked += len(page)
             if len(page) < BATCH:
                 return RevokedClients(num_revoked)
             after = page[-1].client_id
         return RevokedClients(num_revoked, after)
 
-    async def _end(self, record: ClientRecord, runner: Runner, long_polls: LongPolls) -> None:
+    async def _end(self, record: ClientRecord) -> None:
         """End the calls and the assignments of a client that was just revoked."""
         client_id = record.client_id
         self._directory.replace(record)
         # A single event: between two, the client could get an assignment, or its report could arrive.
-        await runner.submit(ClientRevoked(client_id))
-        long_polls.cancel(client_id)
+        await self._runner.submit(ClientRevoked(client_id))
+        self._long_polls.cancel(client_id)

@@ -24,7 +24,7 @@ import numpy as np
 from fedplat.rounds import Change, Context, Coordinator, Proposal, Verdict
 from fedplat.rounds.commands import Command
 from fedplat.rounds.events import ClientCheckedIn, ClientLeft, Event, TimerFired
-from fedplat_server import logs
+from fedplat_server import logs, retries
 from fedplat_server.auth.tokens import new_token
 from fedplat_server.database.store import Store
 from fedplat_server.errors import (
@@ -37,10 +37,6 @@ from fedplat_server.errors import (
 from fedplat_server.records.audit import AuditEntry
 
 MAX_BATCH = 1000
-STORE_RETRY_S = 0.5
-"""The first delay before a retry if the database does not answer; the delays double."""
-MAX_STORE_RETRY_FACTOR = 10
-"""The longest delay, as a multiple of the first one."""
 
 
 def new_rng() -> np.random.Generator:
@@ -77,15 +73,19 @@ class Clock(Protocol):
         ...
 
 
-class Actor(Protocol):
+class StoredObserver(Protocol):
+    """A part that follows stored changes. It must not block or fail."""
+
+    def on_stored(self, changes: Sequence[Change]) -> None:
+        """Handle changes after they are stored and before their commands are executed."""
+        ...
+
+
+class Actor(StoredObserver, Protocol):
     """The executor of commands, which also observes stored changes. Its methods must not block or fail."""
 
     def act(self, command: Command) -> None:
         """Execute a command."""
-        ...
-
-    def on_stored(self, changes: Sequence[Change]) -> None:
-        """Handle changes after they are stored and before their commands are executed."""
         ...
 
 
@@ -110,7 +110,7 @@ class Runner:
         store: Store,
         clock: Clock,
         new_context: Callable[[float], Context] = new_context,
-        store_retry_s: float = STORE_RETRY_S,
+        store_retry_s: float = retries.STORE_RETRY_S,
     ) -> None:
         self.coordinator = coordinator
         self._store = store
@@ -229,14 +229,9 @@ class Runner:
         for item in waiting:
             if item.answer is None:
                 self._queue.put_nowait(item)
-        pause_s = self._store_retry_s
-        while True:
-            try:
-                last = await self._store.jobs.find_last_save(proposal.changes[0].job.job_id)
-                break
-            except StoreUnavailableError:
-                await asyncio.sleep(rng.uniform(pause_s / 2, pause_s))
-                pause_s = min(2 * pause_s, MAX_STORE_RETRY_FACTOR * self._store_retry_s)
+        find = functools.partial(self._store.jobs.find_last_save, proposal.changes[0].job.job_id)
+        pauses = retries.grow_pauses(self._store_retry_s, rng)
+        last = await retries.retry(find, StoreUnavailableError, pauses)
         self._doubt = None
         logs.get().info("the database answers again", saved=last == save_id)
         return last == save_id

@@ -16,14 +16,16 @@ from fedplat_server import logs
 from fedplat_server.auth import pki_folder
 from fedplat_server.auth.tls import Certificates
 from fedplat_server.config import ServerConfig
-from fedplat_server.coordination.runner import Actor
+from fedplat_server.coordination.accountant import Accountant
+from fedplat_server.coordination.runner import Actor, Runner
+from fedplat_server.database.store import Store
 from fedplat_server.instruments import Instruments
 from fedplat_server.metrics.collector import DaemonCollector, LeaderState
 from fedplat_server.metrics.endpoint import MetricsEndpoint
 from fedplat_server.metrics.job_series import NUM_COMMITS, JobSeriesTable
 from fedplat_server.metrics.observer import ObservedActor
 from fedplat_server.metrics.privacy_costs import PrivacyCosts
-from fedplat_server.rpc.services import Services
+from fedplat_server.rpc.job_registry import JobRegistry
 
 LAG_EVERY_S = 0.5
 
@@ -72,23 +74,25 @@ class MetricsService:
             await asyncio.gather(lag, return_exceptions=True)
 
     @contextlib.asynccontextmanager
-    async def observe(self, services: Services, actor: Actor) -> AsyncGenerator[Actor]:
+    async def observe(
+        self, actor: Actor, runner: Runner, jobs: JobRegistry, store: Store, accountant: Accountant
+    ) -> AsyncGenerator[Actor]:
         """Yield the actor for the runner of the leader: `actor`, observed if metrics are served."""
         if self._collector is None:
             yield actor
             return
-        for state in [record.state for record in services.jobs.all() if record.state.status not in ENDED_JOBS]:
+        for state in [record.state for record in jobs.all() if record.state.status not in ENDED_JOBS]:
             after = max(state.latest.version - NUM_COMMITS - 1, -1)
-            self.table.restore(state, await services.store.jobs.list_versions(state.job_id, after=after))
-        coordinator = services.runner.coordinator
+            self.table.restore(state, await store.jobs.list_versions(state.job_id, after=after))
+        coordinator = runner.coordinator
 
         def now() -> float:
-            return services.runner.now
+            return runner.now
 
         def list_jobs() -> list[JobState]:
             return [coordinator.jobs[each.job_id] for each in self.table.all() if each.job_id in coordinator.jobs]
 
-        costs = PrivacyCosts(services.store.ledger, services.budgets.accountant, list_jobs)
+        costs = PrivacyCosts(store.ledger, accountant, list_jobs)
         task = asyncio.create_task(costs.run(), name="privacy costs")
         self._collector.leader = LeaderState(coordinator, lambda: costs.losses)
         try:

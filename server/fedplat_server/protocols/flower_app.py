@@ -18,7 +18,8 @@ from fedplat.wire.v1 import admin_pb2
 from fedplat_server.aggregation.flower import AppAggregation
 from fedplat_server.coordination.job_checks import list_names
 from fedplat_server.errors import Code, RefusedError
-from fedplat_server.protocols.half import ServerHalf, Validate
+from fedplat_server.flower.runs import FlowerRuns
+from fedplat_server.protocols.half import HalfParts, ServerHalf, Validate
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.workers.attempt_inputs import AttemptInputs
 
@@ -26,9 +27,13 @@ from fedplat_server.workers.attempt_inputs import AttemptInputs
 class FlowerAppHalf(ServerHalf):
     """Jobs with a Flower app: it makes the versions of the replies, and how many rounds there are."""
 
+    def __init__(self, parts: HalfParts, runs: FlowerRuns) -> None:
+        super().__init__(parts)
+        self._runs = runs
+
     @override
     async def check_job(self, spec: JobSpec) -> None:
-        app, apps = require_flower(spec).app, self._parts.flower.names
+        app, apps = require_flower(spec).app, self._runs.names
         if app not in apps:
             raise RefusedError(
                 Code.INVALID_JOB_FILE,
@@ -48,24 +53,24 @@ class FlowerAppHalf(ServerHalf):
     def open_backend(
         self, job: JobState, find_job: Callable[[], JobState], inputs: AttemptInputs, blobs: BlobStore
     ) -> AppAggregation:
-        return AppAggregation(find_job, self._parts.flower, blobs)
+        return AppAggregation(find_job, self._runs, blobs)
 
     @override
     def begin_alone(self, job: JobState, command: RunWarmStart) -> None:
-        self._parts.flower.begin(job, command)
+        self._runs.begin(job, command)
 
     @override
     def end(self, key: AttemptKey) -> None:
-        self._parts.flower.end(key)
+        self._runs.end(key)
 
     @override
     def on_stored(self, change: Change) -> None:
         if change.job.status in ENDED_JOBS:
-            self._parts.flower.forget(change.job.job_id)
+            self._runs.forget(change.job.job_id)
 
     @override
     async def close(self) -> None:
-        await self._parts.flower.close()
+        await self._runs.close()
 
     @override
     def show(self, job: JobState) -> admin_pb2.Job:

@@ -6,9 +6,8 @@ derives that from the stored state of the job. No message has a model.
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 
 from typing_extensions import override
 
@@ -43,13 +42,14 @@ from fedplat.secure_aggregation.relay import RelayExchange, RelayKey, RelayMembe
 from fedplat.wire import auth, records
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, gossip_pb2
 from fedplat_server.database.clients import ClientRecord
+from fedplat_server.database.sql_clients import ClientStore
 from fedplat_server.errors import Code, RefusedError
+from fedplat_server.messages import validation
+from fedplat_server.messages.streams import UploadMessage
 from fedplat_server.protocols.half import HalfParts
-from fedplat_server.protocols.relay import Relay
+from fedplat_server.protocols.relay import ListWaiting, Relay
 from fedplat_server.protocols.silence import SilenceMonitor
-from fedplat_server.protocols.steps import StepsHalf, refuse
-from fedplat_server.rpc import validation
-from fedplat_server.rpc.streams import UploadMessage
+from fedplat_server.protocols.steps import StepPolls, StepsHalf, refuse
 from fedplat_server.storage import files
 
 MAX_NAMED = 10
@@ -66,13 +66,19 @@ class GossipHalf(StepsHalf[SiloMessage]):
 
     content = "gossip"
 
-    def __init__(self, parts: HalfParts) -> None:
-        super().__init__(parts)
+    def __init__(
+        self,
+        parts: HalfParts,
+        calls: StepPolls,
+        clients: ClientStore,
+        make_relay: Callable[[ListWaiting], Relay],
+        silence: SilenceMonitor,
+    ) -> None:
+        super().__init__(parts, calls)
         self._waiting: dict[str, dict[str, Contact]] = {}  # by job: who waits for the mean in the relay
-        self._relay = Relay(parts, lambda job_id: self._waiting.get(job_id, {}).keys())
-        self._silence = SilenceMonitor(
-            parts.runner.coordinator, parts.clients, parts.runner.post, asyncio.get_running_loop().time
-        )
+        self._clients = clients
+        self._relay = make_relay(lambda job_id: self._waiting.get(job_id, {}).keys())
+        self._silence = silence
 
     @override
     async def check_job(self, spec: JobSpec) -> None:
@@ -93,7 +99,7 @@ class GossipHalf(StepsHalf[SiloMessage]):
     async def _find_silos(self, spec: JobSpec, names: Sequence[str]) -> set[str]:
         """Return those of the named silos that can take part in a job."""
         known = [name for name in names if validation.is_client_id(name)]
-        found = await self._parts.store.clients.find_clients(known) if known else {}
+        found = await self._clients.find_clients(known) if known else {}
         able = (each for each in found.values() if each.population == spec.population and each.revoked_unix_s is None)
         return {each.client_id for each in able}
 
@@ -129,17 +135,17 @@ class GossipHalf(StepsHalf[SiloMessage]):
     @override
     async def keep(self, jobs: Sequence[JobState], attempts: Collection[str]) -> None:
         open_attempts = [job.open_attempt.key for job in jobs if job.open_attempt is not None]
-        await asyncio.to_thread(self._parts.relay.keep, open_attempts, attempts)
+        await self._relay.keep(open_attempts, attempts)
 
     @override
     def on_stored(self, change: Change) -> None:
         if change.attempt is not None:
-            self._parts.relay.follow(change.attempt)
+            self._relay.follow(change.attempt)
 
     @override
     async def close(self) -> None:
         await self._silence.close()
-        await self._parts.relay.close()
+        await self._relay.close()
 
     @override
     def show(self, job: JobState) -> admin_pb2.Job:
@@ -151,7 +157,7 @@ class GossipHalf(StepsHalf[SiloMessage]):
     def _read(self, client: ClientRecord, assignment: Assignment, request: fleet_pb2.StepRequest) -> SiloMessage:
         message, limit = request.gossip, steps.MAX_MESSAGE_BYTES
         if message.HasField("report"):
-            self._count(client, assignment, message.ByteSize(), limit, _MAX_MESSAGES)
+            self._calls.count(assignment, message.ByteSize(), limit, _MAX_MESSAGES)
         try:
             return records.read(message, SiloMessage, limit)
         except ValueError as exc:
@@ -163,14 +169,14 @@ class GossipHalf(StepsHalf[SiloMessage]):
         key, report, done = assignment.key, message.report, message.done
         if report is None or not assignment.is_busy:
             return
-        job = self._parts.job(key.job_id)
+        job = self._calls.job(key.job_id)
         try:
             self._check(client, job, key, report)
             events = steps.to_events(client.client_id, key.round, done.mixed_round, report)
         except (GossipError, SecureAggregationError) as exc:
             raise self._refuse_report(exc) from exc
         metrics: Mapping[str, float] = report.metrics if isinstance(report, Announce) else {}
-        await self._parts.runner.submit(SiloReported(key, client.client_id, tuple(events), metrics))
+        await self._calls.runner.submit(SiloReported(key, client.client_id, tuple(events), metrics))
         if isinstance(report, Announce):
             self._await_mean(client, job.job_id, report.model, done)
 
@@ -197,7 +203,7 @@ class GossipHalf(StepsHalf[SiloMessage]):
 
     def _await_mean(self, client: ClientRecord, job_id: str, model: Announcement, done: Progress) -> None:
         """Ask the silos that have the mean for it, if one has announced a model without it and may need the relay."""
-        job = self._parts.job(job_id)
+        job = self._calls.job(job_id)
         state, attempt = state_of(job), job.open_attempt
         found = steps.instruct(state, client.client_id, done, lambda name: Contact(name, client.public_key))
         if not isinstance(found, AdoptMean) or attempt is None:
@@ -205,7 +211,7 @@ class GossipHalf(StepsHalf[SiloMessage]):
             return
         own = Contact(client.client_id, client.public_key, model.address, model.relay_key, model.relay_signature)
         self._waiting.setdefault(job_id, {})[client.client_id] = own
-        self._parts.long_polls.advance(attempt.key)
+        self._calls.long_polls.advance(attempt.key)
 
     # --- what silos have to do -------------------------------------------------------------------------------
 
@@ -223,7 +229,7 @@ class GossipHalf(StepsHalf[SiloMessage]):
     async def _make_step(self, job: JobState, assignment: Assignment, done: Progress) -> SiloStep:
         state, silo = state_of(job), assignment.client_id
         waiting = dict(self._waiting.get(job.job_id, {}))
-        records = await self._parts.clients.find_all(sorted({*_list_silos(state), *waiting}))
+        records = await self._calls.clients.find_all(sorted({*_list_silos(state), *waiting}))
         contacts = {name: _make_contact(record, state.announced.get(name)) for name, record in records.items()}
         instruction = steps.instruct(state, silo, done, contacts.__getitem__)
         is_over = not assignment.is_busy and not isinstance(instruction, MixModels | AdoptMean)
@@ -233,7 +239,7 @@ class GossipHalf(StepsHalf[SiloMessage]):
             instruction=Leave() if is_over else instruction,
             known=f"{assignment.key.number}.{state.timer}.{len(waiting)}",
             round=assignment.key.round,
-            remaining_s=max(assignment.deadline_at - self._parts.runner.now, 0.0) if assignment.is_busy else 0.0,
+            remaining_s=max(assignment.deadline_at - self._calls.runner.now, 0.0) if assignment.is_busy else 0.0,
             model_receivers=tuple(
                 contacts[name] for name in steps.list_model_receivers(state, silo) if name not in revoked
             ),

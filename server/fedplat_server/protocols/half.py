@@ -18,21 +18,11 @@ from fedplat.wire.v1 import admin_pb2, fleet_pb2
 from fedplat_server.aggregation.backend import AggregationBackend
 from fedplat_server.aggregation.local import LocalAggregation
 from fedplat_server.aggregation.pooled import WithFallback
-from fedplat_server.aggregation.secure_attempts import SecureAttempts
-from fedplat_server.auth.client_directory import ClientDirectory
-from fedplat_server.auth.rate_limits import Quotas
 from fedplat_server.config import Limits
-from fedplat_server.coordination.long_polls import LongPolls
-from fedplat_server.coordination.runner import Runner
 from fedplat_server.database.clients import ClientRecord
-from fedplat_server.database.store import Store
 from fedplat_server.errors import Code, RefusedError
-from fedplat_server.flower.runs import FlowerRuns
-from fedplat_server.rpc.memory import UploadMemory
-from fedplat_server.rpc.streams import UploadMessage
+from fedplat_server.messages.streams import UploadMessage
 from fedplat_server.storage.blobs import BlobStore
-from fedplat_server.storage.read_cache import Chunks
-from fedplat_server.storage.relay_store import RelayStore
 from fedplat_server.training.server_training import ServerTraining
 from fedplat_server.workers.attempt_inputs import AttemptInputs
 from fedplat_server.workers.client import WorkerPool
@@ -43,26 +33,12 @@ Validate = Callable[[Path], float | Verdict | None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HalfParts:
-    """The parts of a leading daemon that halves use."""
+    """The parts that the halves of all kinds use."""
 
     limits: Limits
-    store: Store
-    runner: Runner
-    clients: ClientDirectory
-    long_polls: LongPolls
-    quotas: Quotas
-    memory: UploadMemory
-    chunks: Chunks
     blobs: BlobStore
-    relay: RelayStore
-    secure: SecureAttempts
     training: ServerTraining
-    flower: FlowerRuns
     pool: WorkerPool
-
-    def job(self, job_id: str) -> JobState:
-        """Return the coordinator's state of an existing job."""
-        return self.runner.coordinator.jobs[job_id]
 
 
 class ServerHalf:

@@ -2,38 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import asyncio
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from fedplat.job import JobSpec
 from fedplat.rounds import Change, JobState
 from fedplat.rounds.protocols import base, registry
 from fedplat.rounds.states import AttemptKind
+from fedplat_server.aggregation.secure_attempts import SecureAttempts
+from fedplat_server.database.sql_clients import ClientStore
+from fedplat_server.flower.runs import FlowerRuns
 from fedplat_server.protocols.evaluation import EvaluationHalf, WarmStartHalf
 from fedplat_server.protocols.flower_app import FlowerAppHalf
 from fedplat_server.protocols.gossip import GossipHalf
 from fedplat_server.protocols.half import HalfParts, ServerHalf
+from fedplat_server.protocols.relay import Relay, RelayParts
 from fedplat_server.protocols.secure import SecureHalf
+from fedplat_server.protocols.silence import SilenceMonitor
 from fedplat_server.protocols.ssp import StaleSynchronousHalf
+from fedplat_server.protocols.steps import StepPolls
 
-HALVES: Mapping[str, type[ServerHalf]] = {
-    "sync": ServerHalf,
-    "buffered": ServerHalf,
-    "ssp": StaleSynchronousHalf,
-    "cyclic": ServerHalf,
-    "secure": SecureHalf,
-    "gossip": GossipHalf,
-    "flower_app": FlowerAppHalf,
-    "evaluation": EvaluationHalf,
-    "warm_start": WarmStartHalf,
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KindParts:
+    """The parts from which each half gets its own."""
+
+    common: HalfParts
+    calls: StepPolls
+    secure: SecureAttempts
+    relay: RelayParts
+    clients: ClientStore
+    flower: FlowerRuns
+
+
+def _make_plain(parts: KindParts) -> ServerHalf:
+    return ServerHalf(parts.common)
+
+
+def _make_gossip(parts: KindParts) -> ServerHalf:
+    runner, clock = parts.calls.runner, asyncio.get_running_loop().time
+    silence = SilenceMonitor(runner.coordinator, parts.calls.clients, runner.post, clock)
+    return GossipHalf(parts.common, parts.calls, parts.clients, functools.partial(Relay, parts.relay), silence)
+
+
+HALVES: Mapping[str, Callable[[KindParts], ServerHalf]] = {
+    "sync": _make_plain,
+    "buffered": _make_plain,
+    "ssp": lambda parts: StaleSynchronousHalf(parts.common),
+    "cyclic": _make_plain,
+    "secure": lambda parts: SecureHalf(parts.common, parts.calls, parts.secure),
+    "gossip": _make_gossip,
+    "flower_app": lambda parts: FlowerAppHalf(parts.common, parts.flower),
+    "evaluation": lambda parts: EvaluationHalf(parts.common),
+    "warm_start": lambda parts: WarmStartHalf(parts.common),
 }
 
 
 class ServerHalves:
     """The halves of a leading daemon, one for each row. A private job has that of its inner protocol."""
 
-    def __init__(self, parts: HalfParts) -> None:
-        self._halves = {name: make(parts) for name, make in HALVES.items()}
+    def __init__(self, halves: Mapping[str, ServerHalf]) -> None:
+        self._halves = halves
         self._inner = {each.name: each.name.removeprefix("private ") for each in registry.PRIVATE}
+
+    @classmethod
+    def make(cls, parts: KindParts) -> ServerHalves:
+        """Make the half of each kind."""
+        return cls({name: make(parts) for name, make in HALVES.items()})
 
     def training_of(self, spec: JobSpec) -> ServerHalf:
         """Return the half of the training of jobs with a job file."""
@@ -53,10 +90,13 @@ class ServerHalves:
         for half in self._halves.values():
             half.begin()
 
-    def on_stored(self, change: Change) -> None:
-        """Let the halves of a job follow a stored change of it."""
-        for half in self._list(change.job):
-            half.on_stored(change)
+    def on_stored(self, changes: Iterable[Change]) -> None:
+        """Let the halves of jobs follow stored changes, and drop what attempts with a new version have begun."""
+        for change in changes:
+            for half in self._list(change.job):
+                half.on_stored(change)
+            if change.committed is not None:
+                self.training_of(change.job.spec).end(change.committed)
 
     async def close(self) -> None:
         """End what the halves have started."""

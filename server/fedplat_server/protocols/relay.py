@@ -4,32 +4,64 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 from collections.abc import AsyncIterator, Callable, Collection, Generator
 from pathlib import Path
 
 from fedplat import durable
 from fedplat.gossip import steps
-from fedplat.rounds import Assignment
+from fedplat.rounds import Assignment, Attempt, AttemptKey, Coordinator
 from fedplat.rounds.protocols.gossip import find_state, state_of
 from fedplat.secure_aggregation.relay import sealed_bytes
 from fedplat.wire.v1 import fleet_pb2
+from fedplat_server.auth.rate_limits import Quotas
+from fedplat_server.config import Limits
 from fedplat_server.errors import Code, RefusedError
-from fedplat_server.protocols.half import HalfParts
-from fedplat_server.rpc import memory, streams, validation
-from fedplat_server.storage.relay_store import RelayedFile
+from fedplat_server.messages import memory, streams, validation
+from fedplat_server.messages.memory import UploadMemory
+from fedplat_server.storage.read_cache import Chunks
+from fedplat_server.storage.relay_store import RelayedFile, RelayStore
 
 MAX_NAME = 200
 """Maximum length of a file's name, and of a client's id."""
 
 
+ListWaiting = Callable[[str], Collection[str]]
+"""A function of a job's id that returns the silos that wait for a mean in the relay."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RelayParts:
+    """The parts that the relay uses."""
+
+    limits: Limits
+    coordinator: Coordinator
+    quotas: Quotas
+    memory: UploadMemory
+    relay: RelayStore
+    chunks: Chunks
+
+
 class Relay:
     """Receives files from silos and sends them to their receivers. `list_waiting` returns who waits for a mean."""
 
-    def __init__(self, parts: HalfParts, list_waiting: Callable[[str], Collection[str]]) -> None:
+    def __init__(self, parts: RelayParts, list_waiting: ListWaiting) -> None:
         self._parts = parts
         self._list_waiting = list_waiting
         self._waiting: dict[RelayedFile, set[asyncio.Event]] = {}
+
+    async def keep(self, attempts: Collection[AttemptKey], known: Collection[str]) -> None:
+        """Remove the files of known attempts that are not among these; see `RelayStore.keep`."""
+        await asyncio.to_thread(self._parts.relay.keep, attempts, known)
+
+    def follow(self, attempt: Attempt) -> None:
+        """Delete the files that a stored attempt makes obsolete."""
+        self._parts.relay.follow(attempt)
+
+    async def close(self) -> None:
+        """Wait for pending deletions."""
+        await self._parts.relay.close()
 
     async def receive(
         self, assignment: Assignment, header: fleet_pb2.UploadHeader, messages: AsyncIterator[streams.UploadMessage]
@@ -107,7 +139,7 @@ class Relay:
 
     def _find_limit(self, assignment: Assignment, key: RelayedFile) -> int | None:
         """Return the bytes that a file may have; None if the silo may not send it now."""
-        job = self._parts.job(key.attempt.job_id)
+        job = self._parts.coordinator.jobs[key.attempt.job_id]
         current, state = job.find(*assignment.id), find_state(job)
         if state is None or current is None or not current.is_busy:
             return None
@@ -121,7 +153,7 @@ class Relay:
 
         It depends on no single file: what a silo sends in an attempt is counted together.
         """
-        job = self._parts.job(key.attempt.job_id)
+        job = self._parts.coordinator.jobs[key.attempt.job_id]
         state = state_of(job)
         own = state.announced.get(key.sender)
         largest = max(own.size_bytes if own is not None else 0, job.latest.size_bytes)

@@ -24,12 +24,12 @@ from fedplat.secure_aggregation import encoding, messages, unmasking
 from fedplat.secure_aggregation.messages import Confirmation, KeyAdvertisement, SealedShares, UnmaskAnswer
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.aggregation.secure import MaskedAggregation
-from fedplat_server.aggregation.secure_attempts import RosterGroup, has_begun
+from fedplat_server.aggregation.secure_attempts import RosterGroup, SecureAttempts, has_begun
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.errors import Code, RefusedError
-from fedplat_server.protocols.half import Validate
-from fedplat_server.protocols.steps import StepsHalf, refuse
-from fedplat_server.rpc import validation
+from fedplat_server.messages import validation
+from fedplat_server.protocols.half import HalfParts, Validate
+from fedplat_server.protocols.steps import StepPolls, StepsHalf, refuse
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.workers.attempt_inputs import AttemptInputs
 
@@ -67,9 +67,13 @@ class SecureHalf(StepsHalf[fleet_pb2.SecureMessage]):
 
     content = "secure"
 
+    def __init__(self, parts: HalfParts, calls: StepPolls, secure: SecureAttempts) -> None:
+        super().__init__(parts, calls)
+        self._secure = secure
+
     @override
     async def set_up(self, job: JobState, key: AttemptKey) -> fleet_pb2.Assignment:
-        setup = await self._parts.secure.setup(job, key)
+        setup = await self._secure.setup(job, key)
         return fleet_pb2.Assignment(secure_setup=setup.to_bytes())
 
     @override
@@ -83,7 +87,7 @@ class SecureHalf(StepsHalf[fleet_pb2.SecureMessage]):
 
     @override
     async def size_limit(self, job: JobState, assignment: Assignment) -> int:
-        return encoding.file_bytes(await self._parts.secure.setup(job, assignment.key))
+        return encoding.file_bytes(await self._secure.setup(job, assignment.key))
 
     @override
     def judge_claims(self, rule: Rule, assignment: Assignment, request: fleet_pb2.ReportRequest) -> Verdict:
@@ -91,14 +95,14 @@ class SecureHalf(StepsHalf[fleet_pb2.SecureMessage]):
 
     @override
     async def validator(self, job: JobState, assignment: Assignment, base: Path) -> Validate:
-        setup = await self._parts.secure.setup(job, assignment.key)
+        setup = await self._secure.setup(job, assignment.key)
         return functools.partial(report_validation.validate_masked, setup=setup)
 
     @override
     def open_backend(
         self, job: JobState, find_job: Callable[[], JobState], inputs: AttemptInputs, blobs: BlobStore
     ) -> MaskedAggregation:
-        return MaskedAggregation(find_job, inputs, blobs, self._parts.secure)
+        return MaskedAggregation(find_job, inputs, blobs, self._secure)
 
     # --- its steps --------------------------------------------------------------------------------------------
 
@@ -118,15 +122,15 @@ class SecureHalf(StepsHalf[fleet_pb2.SecureMessage]):
         stored: bytes = getattr(assignment.secure, kind) if assignment.secure is not None else b""
         if stored == content and content:
             return None
-        job = self._parts.job(assignment.key.job_id)
+        job = self._calls.job(assignment.key.job_id)
         attempt = _open_attempt(job, assignment)
         if attempt is None:
             return _refuse_ended(assignment)
         if stored:
             return refuse(Reason.REJECTED_CONFLICT, f"other {kind} were accepted before; they are kept")
-        setup = await self._parts.secure.setup(job, assignment.key)
+        setup = await self._secure.setup(job, assignment.key)
         limit = messages.max_bytes(min(setup.encoding.max_clients, messages.MAX_GROUP))
-        self._count(client, assignment, len(content), limit, _MAX_MESSAGES)
+        self._calls.count(assignment, len(content), limit, _MAX_MESSAGES)
         if not has_begun(attempt, _PHASES[kind]):
             text = f"{kind} are expected when the attempt is {_PHASES[kind]}; it is {attempt.phase}"
             raise RefusedError(Code.INVALID_REQUEST, text)
@@ -134,14 +138,14 @@ class SecureHalf(StepsHalf[fleet_pb2.SecureMessage]):
             await self._validate(client, job, assignment, kind, content)
         except SecureAggregationError as exc:
             return await self._reject(assignment, str(exc))
-        verdict = await self._parts.runner.submit(_EVENTS[kind](assignment.key, client.client_id, content))
+        verdict = await self._calls.runner.submit(_EVENTS[kind](assignment.key, client.client_id, content))
         return None if verdict.accepted else refuse(verdict.reason, verdict.text)
 
     async def _validate(
         self, client: ClientRecord, job: JobState, assignment: Assignment, kind: _Kind, content: bytes
     ) -> None:
         """Raise `SecureAggregationError` for an invalid message. Never shows the message."""
-        secure = self._parts.secure
+        secure = self._secure
         if kind == "keys":
             keys = KeyAdvertisement.from_bytes(content)
             unmasking.check_keys(await secure.setup(job, assignment.key), client.public_key, keys)
@@ -164,7 +168,7 @@ class SecureHalf(StepsHalf[fleet_pb2.SecureMessage]):
         """Return the group of an assignment, and its position there."""
         if assignment.secure is None or assignment.secure.group < 0:
             raise SecureAggregationError("the client has no place on the roster; expected its keys first")
-        groups = await self._parts.secure.groups(job)
+        groups = await self._secure.groups(job)
         return groups[assignment.secure.group], assignment.secure.position
 
     async def _reject(self, assignment: Assignment, text: str) -> fleet_pb2.StepResponse:
@@ -175,7 +179,7 @@ class SecureHalf(StepsHalf[fleet_pb2.SecureMessage]):
         text = validation.text(text, self._parts.limits.max_text)
         if assignment.is_busy:
             event = UpdateRejected(*assignment.id, Reason.REJECTED_MESSAGE, text)
-            verdict = await self._parts.runner.submit(event)
+            verdict = await self._calls.runner.submit(event)
             if not verdict.accepted:
                 return refuse(verdict.reason, verdict.text)
         return refuse(Reason.REJECTED_MESSAGE, text)
@@ -192,7 +196,7 @@ class SecureHalf(StepsHalf[fleet_pb2.SecureMessage]):
         if has_begun(attempt, _INPUT_PHASES[kind]):
             return fleet_pb2.StepResponse(secure=await self._make_input(job, attempt, assignment, kind)), True
         ends_at = attempt.step_ends_at if attempt.step_ends_at is not None else assignment.deadline_at
-        remaining_s = max(ends_at - self._parts.runner.now, 0.0)
+        remaining_s = max(ends_at - self._calls.runner.now, 0.0)
         return fleet_pb2.StepResponse(waiting=fleet_pb2.Waiting(remaining_s=remaining_s)), False
 
     async def _make_input(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
 from typing import ClassVar, Generic, Literal, TypeVar
 
 from typing_extensions import override
@@ -23,13 +24,62 @@ from typing_extensions import override
 from fedplat.rounds import Assignment, JobState
 from fedplat.rounds.states import Reason
 from fedplat.wire.v1 import fleet_pb2
+from fedplat_server.auth.client_directory import ClientDirectory
+from fedplat_server.auth.rate_limits import Quotas
 from fedplat_server.coordination.check_in import RETRY_SOON
+from fedplat_server.coordination.long_polls import LongPolls
+from fedplat_server.coordination.runner import Runner
 from fedplat_server.database.clients import ClientRecord
+from fedplat_server.database.sql_jobs import JobStore
 from fedplat_server.errors import Code, RefusedError
-from fedplat_server.protocols.half import ServerHalf
-from fedplat_server.rpc import convert, validation
+from fedplat_server.messages import convert, validation
+from fedplat_server.protocols.half import HalfParts, ServerHalf
 
 _Message = TypeVar("_Message")
+Find = Callable[[JobState, Assignment], Awaitable[tuple[fleet_pb2.StepResponse, bool]]]
+"""A function that returns the response for an assignment, and whether the client gets it at once."""
+
+
+class StepPolls:
+    """The calls of clients that take steps, whatever the kind of their jobs: how long they wait, and what they send."""
+
+    def __init__(
+        self, runner: Runner, store: JobStore, clients: ClientDirectory, long_polls: LongPolls, quotas: Quotas
+    ) -> None:
+        self.runner = runner
+        self.clients = clients
+        self.long_polls = long_polls
+        self._store = store
+        self._quotas = quotas
+
+    def job(self, job_id: str) -> JobState:
+        """Return the coordinator's state of an existing job."""
+        return self.runner.coordinator.jobs[job_id]
+
+    async def wait(self, before: Assignment, wait_s: float, find: Find) -> fleet_pb2.StepResponse:
+        """Return what `find` returns as soon as the client gets it at once, and after `wait_s` in every case."""
+        clock = asyncio.get_running_loop().time
+        ends_at = clock() + wait_s
+        while True:
+            with self.long_polls.open_step(*before.id) as changed:
+                job = self.job(before.key.job_id)
+                # Not in the job's state any more: another attempt has begun since.
+                current = job.find(*before.id) or await self._store.find_assignment(before.token_hash)
+                if current is None:
+                    return refuse()
+                response, is_next = await find(job, current)
+                if is_next or clock() >= ends_at:
+                    return response
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), ends_at - clock())
+            await self.clients.find(before.client_id)  # it may have been revoked meanwhile
+
+    def count(self, assignment: Assignment, num_bytes: int, limit: int, num_messages: int) -> None:
+        """Refuse a message of more than `limit` bytes, and the bytes of more than `num_messages` in an attempt."""
+        if num_bytes > limit:
+            text = f"the message has {num_bytes} bytes; at most {limit} are accepted in this step"
+            raise RefusedError(Code.TOO_LARGE, text)
+        self._quotas.step(assignment.client_id, assignment.key, num_messages * limit, num_bytes)
 
 
 class StepsHalf(ServerHalf, ABC, Generic[_Message]):
@@ -37,6 +87,10 @@ class StepsHalf(ServerHalf, ABC, Generic[_Message]):
 
     content: ClassVar[Literal["secure", "gossip"]]
     """The field of requests with the message, and of responses with the input."""
+
+    def __init__(self, parts: HalfParts, calls: StepPolls) -> None:
+        super().__init__(parts)
+        self._calls = calls
 
     @override
     async def take_step(
@@ -48,33 +102,8 @@ class StepsHalf(ServerHalf, ABC, Generic[_Message]):
         message = self._read(client, assignment, request)
         if (refusal := await self._receive(client, assignment, message)) is not None:
             return refusal
-        return await self._wait(assignment, validation.wait_s(request.wait_s, self._parts.limits), message)
-
-    async def _wait(self, before: Assignment, wait_s: float, message: _Message) -> fleet_pb2.StepResponse:
-        clock, parts = asyncio.get_running_loop().time, self._parts
-        ends_at = clock() + wait_s
-        while True:
-            with parts.long_polls.open_step(*before.id) as changed:
-                job = parts.job(before.key.job_id)
-                # Not in the job's state any more: another attempt has begun since.
-                current = job.find(*before.id) or await parts.store.jobs.find_assignment(before.token_hash)
-                if current is None:
-                    return refuse()
-                response, is_next = await self._find_input(job, current, message)
-                if is_next or clock() >= ends_at:
-                    return response
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(changed.wait(), ends_at - clock())
-            await parts.clients.find(before.client_id)  # it may have been revoked meanwhile
-
-    def _count(
-        self, client: ClientRecord, assignment: Assignment, num_bytes: int, limit: int, num_messages: int
-    ) -> None:
-        """Refuse a message of more than `limit` bytes, and the bytes of more than `num_messages` in an attempt."""
-        if num_bytes > limit:
-            text = f"the message has {num_bytes} bytes; at most {limit} are accepted in this step"
-            raise RefusedError(Code.TOO_LARGE, text)
-        self._parts.quotas.step(client.client_id, assignment.key, num_messages * limit, num_bytes)
+        wait_s = validation.wait_s(request.wait_s, self._parts.limits)
+        return await self._calls.wait(assignment, wait_s, lambda job, current: self._find_input(job, current, message))
 
     # --- what differs by the kind -------------------------------------------------------------------------------
 

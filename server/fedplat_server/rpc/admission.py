@@ -21,8 +21,8 @@ from fedplat_server.auth import forwarding
 from fedplat_server.auth.addresses import Origins
 from fedplat_server.config import Limits
 from fedplat_server.errors import Code, RefusedError
+from fedplat_server.messages.memory import MemoryShare, UploadMemory
 from fedplat_server.rpc import interceptor
-from fedplat_server.rpc.memory import MemoryShare, UploadMemory
 from fedplat_server.rpc.operator_access import OperatorAccess
 
 FLEET = fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].full_name

@@ -10,7 +10,7 @@ from fedplat_server.config import Limits
 from fedplat_server.database.clients import ClientFilter
 from fedplat_server.database.sql_clients import ClientStore
 from fedplat_server.errors import Code, RefusedError
-from fedplat_server.rpc import validation
+from fedplat_server.messages import validation
 
 
 @dataclasses.dataclass(frozen=True)

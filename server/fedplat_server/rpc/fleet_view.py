@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Iterable
 
 from fedplat.wire.v1 import admin_pb2
-from fedplat_server.coordination.availability import HOUR_S, KEEP_S
-from fedplat_server.coordination.fleet_counts import FleetCounts
+from fedplat_server.coordination.availability import HOUR_S, KEEP_S, AvailabilityTracker
+from fedplat_server.coordination.fleet_counts import FleetCounter, FleetCounts
+from fedplat_server.coordination.runner import Runner
 from fedplat_server.database.fleet import AvailabilityHour
-from fedplat_server.rpc import validation
-from fedplat_server.rpc.services import Services
+from fedplat_server.database.sql_fleet import FleetStore
+from fedplat_server.messages import validation
 
 MAX_LABELS = 20
 MAX_VALUES = 20
@@ -21,37 +22,46 @@ MAX_ROWS = 20_000
 """Maximum number of hours of all populations in a response, which limits its size to about 1 MiB."""
 
 
-async def show(services: Services, request: admin_pb2.ShowFleetRequest) -> admin_pb2.ShowFleetResponse:
-    """Return the counts of a population, or of all. Raises `RefusedError` if the request is not valid."""
-    population = validation.name(request.population, "population") if request.population else ""
-    since = validation.since(request.since_unix_s) or time.time() - DEFAULT_S
-    counts = await services.fleet_counter.count()
-    hours = await services.store.fleet.list_availability(max(since, time.time() - KEEP_S), population)
-    current = [hour for hour in services.availability.current if population in ("", hour.population)]
-    return admin_pb2.ShowFleetResponse(
-        populations=_populations(services, counts, population),
-        labels=_labels(counts, population),
-        versions=_versions(counts, population),
-        hours=_merge(hours, current),
-    )
+class FleetView:
+    """Counts the clients that have enrolled, and those that are there."""
 
+    def __init__(
+        self, counter: FleetCounter, store: FleetStore, availability: AvailabilityTracker, runner: Runner
+    ) -> None:
+        self._counter = counter
+        self._store = store
+        self._availability = availability
+        self._coordinator = runner.coordinator
 
-def _populations(services: Services, counts: FleetCounts, only: str) -> list[admin_pb2.PopulationCount]:
-    coordinator = services.runner.coordinator
-    busy = Counter[str]()
-    for job in coordinator.jobs.values():
-        busy[job.spec.population] += job.num_busy
-    return [
-        admin_pb2.PopulationCount(
-            population=name,
-            num_clients=number,
-            num_waiting=coordinator.room.num_waiting(name),
-            num_busy=busy[name],
-            num_revoked=counts.revoked[name],
+    async def show(self, request: admin_pb2.ShowFleetRequest) -> admin_pb2.ShowFleetResponse:
+        """Return the counts of a population, or of all. Raises `RefusedError` if the request is not valid."""
+        population = validation.name(request.population, "population") if request.population else ""
+        since = validation.since(request.since_unix_s) or time.time() - DEFAULT_S
+        counts = await self._counter.count()
+        hours = await self._store.list_availability(max(since, time.time() - KEEP_S), population)
+        current = [hour for hour in self._availability.current if population in ("", hour.population)]
+        return admin_pb2.ShowFleetResponse(
+            populations=self._populations(counts, population),
+            labels=_labels(counts, population),
+            versions=_versions(counts, population),
+            hours=_merge(hours, current),
         )
-        for name, number in sorted(counts.enrolled.items())
-        if only in ("", name)
-    ]
+
+    def _populations(self, counts: FleetCounts, only: str) -> list[admin_pb2.PopulationCount]:
+        busy = Counter[str]()
+        for job in self._coordinator.jobs.values():
+            busy[job.spec.population] += job.num_busy
+        return [
+            admin_pb2.PopulationCount(
+                population=name,
+                num_clients=number,
+                num_waiting=self._coordinator.room.num_waiting(name),
+                num_busy=busy[name],
+                num_revoked=counts.revoked[name],
+            )
+            for name, number in sorted(counts.enrolled.items())
+            if only in ("", name)
+        ]
 
 
 def _labels(counts: FleetCounts, only: str) -> list[admin_pb2.ValueCount]:

@@ -11,8 +11,8 @@ from fedplat.rounds.states import JobStatus
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server.database.jobs import JobRecord
 from fedplat_server.errors import Code, RefusedError
-from fedplat_server.rpc import convert, validation
-from fedplat_server.rpc.services import JobRegistry
+from fedplat_server.messages import convert, validation
+from fedplat_server.rpc.job_registry import JobRegistry
 
 _STATUSES = {wire: status for status, wire in convert.STATUSES.items()}
 

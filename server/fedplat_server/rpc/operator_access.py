@@ -18,12 +18,15 @@ from google.protobuf.descriptor import ServiceDescriptor
 from fedplat import wire
 from fedplat.wire.v1 import admin_pb2, events_pb2, options_pb2
 from fedplat_server import logs
+from fedplat_server.auth.addresses import Origins
+from fedplat_server.auth.audit_limits import BoundedAudit
+from fedplat_server.auth.rate_limits import Quotas
+from fedplat_server.database.sql_operators import OperatorStore
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.records.audit import AuditAction, AuditEntry
 from fedplat_server.records.operators import OperatorRecord, Role, hash_token, looks_like_token
 from fedplat_server.rpc.caller import set_operator
 from fedplat_server.rpc.handlers import Context
-from fedplat_server.rpc.services import Services
 
 _ROLES = {
     options_pb2.ROLE_VIEWER: Role.VIEWER,
@@ -79,12 +82,23 @@ class _Refusal:
     operator: str = ""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OperatorAccessParts:
+    """The parts that `OperatorAccess` uses."""
+
+    store: OperatorStore
+    quotas: Quotas
+    origins: Origins
+    audit: BoundedAudit
+    delay_s: float
+    """The time after which a refusal is sent."""
+
+
 class OperatorAccess:
     """Admits the calls of operators. Delays refusals, and limits how many are pending."""
 
-    def __init__(self, services: Services, clock: Callable[[], float] = time.time) -> None:
-        self._services = services
-        self._delay_s = services.config.limits.refusal_delay_s
+    def __init__(self, parts: OperatorAccessParts, clock: Callable[[], float] = time.time) -> None:
+        self._parts = parts
         self._clock = clock
         self._refused: OrderedDict[str, _RefusedCalls] = OrderedDict()
 
@@ -104,7 +118,7 @@ class OperatorAccess:
 
     def _count(self, operator: OperatorRecord, context: Context) -> None:
         """Count a call until it ends, even if it is refused for its role."""
-        end_call = self._services.quotas.operator_call(operator.name)
+        end_call = self._parts.quotas.operator_call(operator.name)
 
         def on_done(_: object) -> None:
             end_call()
@@ -120,7 +134,7 @@ class OperatorAccess:
         if len(values) > 1 or scheme != "Bearer" or not looks_like_token(token):
             reason = "the authorization is not an operator's token; expected: Bearer TOKEN"
             await self._refuse(context, _Refusal(method, Code.NO_OPERATOR, reason))
-        operator = await self._services.store.operators.find_operator(hash_token(token))
+        operator = await self._parts.store.find_operator(hash_token(token))
         if operator is None:
             reason = "the token is unknown, or its operator was removed"
             await self._refuse(context, _Refusal(method, Code.NO_OPERATOR, reason))
@@ -133,7 +147,7 @@ class OperatorAccess:
 
     async def _refuse(self, context: Context, refusal: _Refusal) -> NoReturn:
         """Refuse a call after a delay, with a limit of pending ones, so that guessing tokens or methods is slow."""
-        origin = self._services.origins.of(context)
+        origin = self._parts.origins.of(context)
         caller = f"operator {refusal.operator}" if refusal.code is Code.ROLE_TOO_LOW else origin.network
         refused = self._refused.setdefault(caller, _RefusedCalls())
         self._refused.move_to_end(caller)
@@ -146,7 +160,7 @@ class OperatorAccess:
         try:
             if self._clock() >= refused.audited_at + NOTE_EVERY_S:
                 await self._audit(refused, refusal, origin.address)
-            await asyncio.sleep(self._delay_s)
+            await asyncio.sleep(self._parts.delay_s)
         finally:
             refused.pending -= 1
         raise RefusedError(refusal.code, refusal.reason)
@@ -156,6 +170,4 @@ class OperatorAccess:
         details = {"why": refusal.reason, "address": address, "num_refused": count}
         action = AuditAction.ROLE_REFUSED if refusal.code is Code.ROLE_TOO_LOW else AuditAction.LOGIN_REFUSED
         logs.get().warning("an operator's call was refused", method=refusal.method, **details)
-        await self._services.bounded_audit.append(
-            AuditEntry(refusal.operator or address, action, refusal.method, details)
-        )
+        await self._parts.audit.append(AuditEntry(refusal.operator or address, action, refusal.method, details))

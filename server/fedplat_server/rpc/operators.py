@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 import os
 import resource
 import time
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 
 from typing_extensions import override
 
 from fedplat import wire
+from fedplat.config.loaded_plugins import PluginVersion
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
 from fedplat_server import __version__
 from fedplat_server.auth import forwarding
-from fedplat_server.coordination.alert_monitor import DiskSpace
+from fedplat_server.auth.tls import Certificates
+from fedplat_server.coordination.alert_monitor import AlertMonitor, DiskSpace
 from fedplat_server.coordination.alerts import Alert, Severity
-from fedplat_server.database.engine import async_url
+from fedplat_server.coordination.runner import Runner
+from fedplat_server.database.store import Store
 from fedplat_server.errors import Code, ConfigError, LastAdminError, OperatorError, RefusedError
+from fedplat_server.instruments.full_writes import FullWrites
+from fedplat_server.messages import convert, validation
 from fedplat_server.records import operators
 from fedplat_server.records.audit import AuditAction, AuditEntry, AuditFilter, AuditRow
+from fedplat_server.records.lease import Lease
 from fedplat_server.records.operators import OperatorRecord
-from fedplat_server.rpc import convert, pages, validation
+from fedplat_server.rpc import pages
 from fedplat_server.rpc.caller import current_operator, current_role
 from fedplat_server.rpc.handlers import Context
-from fedplat_server.rpc.services import Services
 
 MAX_ALERTS = 100
 _SEVERITIES = {
@@ -34,45 +42,71 @@ _SEVERITIES = {
 }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StatusFacts:
+    """What the status of a leader shows that does not change while it leads."""
+
+    started_unix_s: float
+    data_dir: Path
+    database: str
+    """SQLite or PostgreSQL, as SQLAlchemy names them."""
+    evaluators: Sequence[str]
+    trainers: Sequence[str]
+    plugins: Sequence[PluginVersion]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OperatorsParts:
+    """The parts that `OperatorsService` uses."""
+
+    facts: StatusFacts
+    lease: Lease
+    certificates: Certificates | None
+    store: Store
+    runner: Runner
+    alerts: AlertMonitor
+    full_writes: FullWrites
+
+
 class OperatorsService(admin_pb2_grpc.OperatorsServicer):
     """The handlers of the service."""
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    def __init__(self, parts: OperatorsParts) -> None:
+        self._parts = parts
 
     @override
     async def GetStatus(self, request: admin_pb2.GetStatusRequest, context: Context) -> admin_pb2.GetStatusResponse:
-        services = self._services
-        coordinator, certificates = services.runner.coordinator, services.certificates
-        disk = await asyncio.to_thread(DiskSpace.of, services.config.data_dir)
-        alerts = services.alerts.evaluate(disk)
+        parts, facts = self._parts, self._parts.facts
+        coordinator, certificates = parts.runner.coordinator, parts.certificates
+        disk = await asyncio.to_thread(DiskSpace.of, facts.data_dir)
+        alerts = parts.alerts.evaluate(disk)
         jobs = Counter(state.status.value for state in coordinator.jobs.values())
         return admin_pb2.GetStatusResponse(
             software_version=__version__,
             protocol_version=wire.PROTOCOL_VERSION,
-            uptime_s=time.time() - services.started_unix_s,
+            uptime_s=time.time() - facts.started_unix_s,
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            num_clients=await services.store.clients.count_clients(),
+            num_clients=await parts.store.clients.count_clients(),
             num_waiting=len(coordinator.room.clients),
             num_busy=coordinator.num_busy,
             num_jobs=dict(jobs),
             process_id=os.getpid(),
-            evaluators=services.evaluation.names,
-            trainers=sorted(services.config.trainers),
-            plugins=convert.plugins(services.config.plugins.versions),
-            num_storage_full=services.instruments.full_writes.num,
-            leader=services.lease.holder,
-            leader_address=services.lease.address,
-            term=services.lease.term,
-            gateway=forwarding.of(context, services.lease.secret).gateway,
-            insecure=services.certificates is None,
+            evaluators=facts.evaluators,
+            trainers=facts.trainers,
+            plugins=convert.plugins(facts.plugins),
+            num_storage_full=parts.full_writes.num,
+            leader=parts.lease.holder,
+            leader_address=parts.lease.address,
+            term=parts.lease.term,
+            gateway=forwarding.of(context, parts.lease.secret).gateway,
+            insecure=certificates is None,
             certificate_expires_unix_s=certificates.loaded.expires.timestamp() if certificates else 0.0,
             certificate_days_left=certificates.days_left if certificates else 0.0,
             operator=current_operator(),
             role=current_role(),
             disk_free_bytes=disk.free_bytes,
             disk_total_bytes=disk.total_bytes,
-            database=async_url(services.config.database).get_backend_name(),
+            database=facts.database,
             alerts=[_alert(alert, since_unix_s) for alert, since_unix_s in alerts[:MAX_ALERTS]],
             num_alerts=len(alerts),
         )
@@ -92,7 +126,7 @@ class OperatorsService(admin_pb2_grpc.OperatorsServicer):
         token, token_hash = operators.new_operator_token()
         entry = AuditEntry(current_operator(), AuditAction.OPERATOR_ADDED, name, {"role": role})
         try:
-            await self._services.store.operators.add_operator(record, token_hash, [entry])
+            await self._parts.store.operators.add_operator(record, token_hash, [entry])
         except OperatorError as exc:
             raise RefusedError(Code.NAME_TAKEN, str(exc)) from exc
         return admin_pb2.AddOperatorResponse(operator=_operator(record), token=token)
@@ -102,7 +136,7 @@ class OperatorsService(admin_pb2_grpc.OperatorsServicer):
         self, request: admin_pb2.ListOperatorsRequest, context: Context
     ) -> admin_pb2.ListOperatorsResponse:
         size, after = pages.size(request.page_size), pages.token(request.page_token, pages.NAME)
-        records = await self._services.store.operators.list_operators(after=after, limit=size + 1)
+        records = await self._parts.store.operators.list_operators(after=after, limit=size + 1)
         page, token = pages.cut(records, size, _operator, lambda record: record.name)
         return admin_pb2.ListOperatorsResponse(operators=page, next_page_token=token)
 
@@ -114,7 +148,7 @@ class OperatorsService(admin_pb2_grpc.OperatorsServicer):
             raise RefusedError(Code.NO_SUCH_OPERATOR, repr(request.name[:80]))
         entry = AuditEntry(current_operator(), AuditAction.OPERATOR_REMOVED, request.name)
         try:
-            await self._services.store.operators.remove_operator(request.name, [entry], keep_an_admin=True)
+            await self._parts.store.operators.remove_operator(request.name, [entry], keep_an_admin=True)
         except LastAdminError as exc:
             raise RefusedError(Code.LAST_ADMIN) from exc
         except OperatorError as exc:
@@ -133,9 +167,9 @@ class OperatorsService(admin_pb2_grpc.OperatorsServicer):
             newest_first=request.newest_first,
         )
         first = min(request.after_sequence, 2**62)
-        rows = await self._services.store.audit.list_rows(last[0] if last is not None else first, size + 1, which)
+        rows = await self._parts.store.audit.list_rows(last[0] if last is not None else first, size + 1, which)
         events, token = pages.cut(rows, size, _audit_event, lambda row: str(row.sequence))
-        total = await self._services.store.audit.count_rows(first, which)
+        total = await self._parts.store.audit.count_rows(first, which)
         return admin_pb2.ListAuditResponse(events=events, next_page_token=token, total=total)
 
 

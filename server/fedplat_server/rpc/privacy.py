@@ -13,14 +13,17 @@ from fedplat.privacy import Charge, descriptions
 from fedplat.rounds.disclosure import disclosure_of
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
 from fedplat_server.coordination import accountant
+from fedplat_server.coordination.budgets import Budgets
 from fedplat_server.database.jobs import JobRecord
 from fedplat_server.database.ledger import Account, Budget, Population
+from fedplat_server.database.sql_ledger import LedgerStore
 from fedplat_server.errors import Code, RefusedError
+from fedplat_server.messages import convert, validation
 from fedplat_server.records.audit import AuditAction, AuditEntry
-from fedplat_server.rpc import convert, pages, validation
+from fedplat_server.rpc import pages
 from fedplat_server.rpc.caller import current_operator
 from fedplat_server.rpc.handlers import Context
-from fedplat_server.rpc.services import Services
+from fedplat_server.rpc.job_registry import JobRegistry
 
 MAX_EPSILON = 1e6
 _TOKEN = re.compile(rf"job:{pages.ID.pattern}|population:{pages.NAME.pattern}")
@@ -29,23 +32,24 @@ _TOKEN = re.compile(rf"job:{pages.ID.pattern}|population:{pages.NAME.pattern}")
 class PrivacyService(admin_pb2_grpc.PrivacyServicer):
     """The handlers of the service."""
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    def __init__(self, jobs: JobRegistry, store: LedgerStore, budgets: Budgets) -> None:
+        self._jobs = jobs
+        self._store = store
+        self._budgets = budgets
 
     @override
     async def ShowPrivacy(
         self, request: admin_pb2.ShowPrivacyRequest, context: Context
     ) -> admin_pb2.ShowPrivacyResponse:
-        services = self._services
         if request.job:
-            record = services.jobs.find(request.job)
-            records, populations = [record], [await services.store.ledger.load_population(record.state.spec.population)]
+            record = self._jobs.find(request.job)
+            records, populations = [record], [await self._store.load_population(record.state.spec.population)]
         else:
-            records, populations = services.jobs.all(), await services.store.ledger.load_populations()
+            records, populations = self._jobs.all(), await self._store.load_populations()
             records = [record for record in records if disclosure_of(record.state.spec).is_charged]
         token = pages.token(request.page_token, _TOKEN)
         size = pages.size(request.page_size)
-        return await services.budgets.accountant.run(_page, records, populations, token, size)
+        return await self._budgets.accountant.run(_page, records, populations, token, size)
 
     @override
     async def SetPrivacyBudget(
@@ -60,16 +64,15 @@ class PrivacyService(admin_pb2_grpc.PrivacyServicer):
             raise RefusedError(Code.INVALID_REQUEST, text)
         terms = {"epsilon": request.epsilon, "delta": request.delta}
         entry = AuditEntry(current_operator(), AuditAction.BUDGET_SET, name, terms)
-        budgets = self._services.budgets
-        population = await budgets.set(name, Budget(**terms), [entry])
-        return await budgets.accountant.run(_population, population)
+        population = await self._budgets.set(name, Budget(**terms), [entry])
+        return await self._budgets.accountant.run(_population, population)
 
     @override
     async def RemovePrivacyBudget(
         self, request: admin_pb2.RemovePrivacyBudgetRequest, context: Context
     ) -> admin_pb2.RemovePrivacyBudgetResponse:
         name = validation.name(request.population, "population")
-        await self._services.budgets.remove(name, [AuditEntry(current_operator(), AuditAction.BUDGET_REMOVED, name)])
+        await self._budgets.remove(name, [AuditEntry(current_operator(), AuditAction.BUDGET_REMOVED, name)])
         return admin_pb2.RemovePrivacyBudgetResponse()
 
 

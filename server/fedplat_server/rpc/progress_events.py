@@ -6,22 +6,32 @@ import asyncio
 import contextlib
 import math
 import time
+from typing import NamedTuple
 
-from fedplat.rounds import Attempt
+from fedplat.rounds import Attempt, Coordinator
 from fedplat.rounds.states import AttemptPhase
 from fedplat.wire.v1 import admin_pb2
-from fedplat_server.rpc import convert, waiting
-from fedplat_server.rpc.services import Services
+from fedplat_server.coordination.progress import ProgressTracker
+from fedplat_server.messages import convert
+from fedplat_server.rpc.job_view import JobView
 
 WAITING_AFTER_S = 3.0
 """A watch is told that an attempt waits for clients after this time, if its other events are more seldom."""
 
 
+class ProgressParts(NamedTuple):
+    """The parts that `ProgressEvents` uses."""
+
+    coordinator: Coordinator
+    progress: ProgressTracker
+    view: JobView
+
+
 class ProgressEvents:
     """The progress events of one watch of a job: at most one in `every_s` seconds; 0 disables them."""
 
-    def __init__(self, services: Services, job_id: str, every_s: float) -> None:
-        self._services = services
+    def __init__(self, job_id: str, every_s: float, parts: ProgressParts) -> None:
+        self._parts = parts
         self._job_id = job_id
         self._every_s = every_s or math.inf
         self._clock = asyncio.get_running_loop().time
@@ -35,7 +45,7 @@ class ProgressEvents:
         now = self._clock()
         if now < self._due_at:
             return None
-        attempt = self._services.jobs.state(self._job_id).open_attempt
+        attempt = self._parts.coordinator.jobs[self._job_id].open_attempt
         is_waiting = attempt is not None and attempt.phase is AttemptPhase.SELECTING
         if not is_waiting and now < self._progress_due_at:
             self._due_at = self._progress_due_at
@@ -51,12 +61,12 @@ class ProgressEvents:
             attempt=attempt.key.number,
             kind=convert.KINDS[attempt.kind],
         )
-        if (waits := waiting.find(self._services, attempt)) is not None:
+        if (waits := self._parts.view.find_wait(attempt)) is not None:
             event.waiting.CopyFrom(waits)
         return self._describe_waiting(event, attempt) if is_waiting else self._add_progress(event, attempt)
 
     def _describe_waiting(self, event: admin_pb2.JobEvent, attempt: Attempt) -> admin_pb2.JobEvent | None:
-        room = self._services.runner.coordinator.room
+        room = self._parts.coordinator.room
         if self._job_id not in room.demands:
             return None
         unlike = room.describe_unlike(self._job_id)
@@ -65,7 +75,8 @@ class ProgressEvents:
         return event if self._is_new(attempt.key.round, event.reason) else None
 
     def _add_progress(self, event: admin_pb2.JobEvent, attempt: Attempt) -> admin_pb2.JobEvent | None:
-        summary = self._services.progress.summarize(self._services.jobs.state(self._job_id), attempt)
+        job = self._parts.coordinator.jobs[self._job_id]
+        summary = self._parts.progress.summarize(job, attempt)
         if summary is None or not self._is_new(attempt.key, (summary, *event.waiting.silent_client_ids)):
             return None
         event.progress.CopyFrom(convert.progress(summary))

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import functools
 import hashlib
 from collections.abc import AsyncIterator
@@ -19,6 +21,9 @@ from fedplat.rounds.protocols.base import protocol_of
 from fedplat.rounds.states import Reason
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server import logs
+from fedplat_server.auth.rate_limits import Quotas
+from fedplat_server.config import Limits
+from fedplat_server.coordination.runner import Runner
 from fedplat_server.errors import (
     BlobError,
     BlobFullError,
@@ -28,9 +33,12 @@ from fedplat_server.errors import (
     SpoolError,
     UploadError,
 )
+from fedplat_server.messages import memory, streams, validation
+from fedplat_server.messages.memory import UploadMemory
 from fedplat_server.protocols.half import ServerHalf, Validate
-from fedplat_server.rpc import memory, streams, validation
-from fedplat_server.rpc.services import Services
+from fedplat_server.protocols.registry import ServerHalves
+from fedplat_server.rpc.client_access import AssignmentFinder
+from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.spool import Spool
 
 
@@ -41,12 +49,25 @@ class ReceivedUpdate(NamedTuple):
     norm: float | None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportIntakeParts:
+    """The parts that `ReportIntake` uses."""
+
+    limits: Limits
+    runner: Runner
+    finder: AssignmentFinder
+    halves: ServerHalves
+    memory: UploadMemory
+    spool: Spool
+    blobs: BlobStore
+    quotas: Quotas
+
+
 class ReportIntake:
     """Receives the uploads and reports of clients for their open assignments."""
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
-        self._limits = services.config.limits
+    def __init__(self, parts: ReportIntakeParts) -> None:
+        self._parts = parts
 
     async def receive_upload(
         self, assignment: Assignment, header: fleet_pb2.UploadHeader, messages: AsyncIterator[streams.UploadMessage]
@@ -55,31 +76,35 @@ class ReportIntake:
 
         Raises `RefusedError`.
         """
-        services = self._services
-        refusal = self._half_of(assignment).judge(services.jobs.state(assignment.key.job_id), assignment)
+        parts = self._parts
+        refusal = self._half_of(assignment).judge(parts.finder.job_of(assignment), assignment)
         if not refusal.accepted:
             await self._reject(assignment, refusal)
             raise RefusedError(Code.STALE_ASSIGNMENT, refusal.text)
         await self._check_size(assignment, header.size_bytes)
-        started = await services.runner.submit(UploadStarted(*assignment.id))
+        started = await parts.runner.submit(UploadStarted(*assignment.id))
         if not started.accepted:
             raise RefusedError(Code.STALE_ASSIGNMENT, started.text or started.reason or "")
         size_bytes = min(max(header.size_bytes - header.offset, 0), memory.UPLOAD_BYTES)
 
-        async def parts() -> AsyncIterator[durable.Bytes]:
+        async def contents() -> AsyncIterator[durable.Bytes]:
             async for part in messages:
                 await self._count_bytes(assignment, len(part.data))
                 yield part.data
 
-        async with services.memory.uploads.share(size_bytes):
+        async with parts.memory.uploads.share(size_bytes):
             is_busy = functools.partial(self._is_busy, assignment)
-            open_upload = functools.partial(services.spool.open, assignment.id)
-            return await streams.receive(open_upload, header, parts(), is_busy)
+            open_upload = functools.partial(parts.spool.open, assignment.id)
+            return await streams.receive(open_upload, header, contents(), is_busy)
+
+    async def count_received(self, assignment: Assignment, digest: str) -> int:
+        """Return the number of bytes of an update that were received, where its upload resumes."""
+        return await asyncio.to_thread(self._parts.spool.count_received, assignment.id, digest)
 
     async def submit_report(self, assignment: Assignment, request: fleet_pb2.ReportRequest) -> Verdict:
         """Validate a report and submit it to the coordinator. Raises `RefusedError` if it must be sent again."""
-        services, update_bytes, norm = self._services, 0, None
-        job, half = services.jobs.state(assignment.key.job_id), self._half_of(assignment)
+        parts, update_bytes, norm = self._parts, 0, None
+        job, half = parts.finder.job_of(assignment), self._half_of(assignment)
         verdict = half.judge(job, assignment)
         try:
             rule = build_rule(job.spec)
@@ -99,7 +124,7 @@ class ReportIntake:
                 return await self._reject(assignment, received)
             if received is not None:
                 update_bytes, norm = received
-        return await services.runner.submit(
+        return await parts.runner.submit(
             UpdateReported(
                 *assignment.id, request.digest, request.num_examples, dict(request.metrics), update_bytes, norm
             )
@@ -112,20 +137,20 @@ class ReportIntake:
 
         None if the assignment has ended since and the update was deleted: the coordinator then returns the verdict.
         """
-        services, digest = self._services, validation.digest(request.digest)
+        parts, digest = self._parts, validation.digest(request.digest)
         if request.update:
             await self._count_bytes(assignment, len(request.update))
-        job = services.jobs.state(assignment.key.job_id)
+        job = parts.finder.job_of(assignment)
         try:
-            async with services.blobs.local(job.latest.digest) as (base,):
+            async with parts.blobs.local(job.latest.digest) as (base,):
                 validate = await self._half_of(assignment).validator(job, assignment, base)
                 # One thread call for all steps: for a small update, switching threads costs more than the work.
-                return await services.spool.run_in_thread(
-                    assignment.id, receive_update, services.spool, assignment.id, digest, request.update, validate
+                return await parts.spool.run_in_thread(
+                    assignment.id, receive_update, parts.spool, assignment.id, digest, request.update, validate
                 )
         except (BlobFullError, BlobUnavailableError):
             # It is sent again because of the server: an outage must not exhaust the client's quota.
-            services.quotas.refund(assignment.client_id, assignment.key, len(request.update))
+            parts.quotas.refund(assignment.client_id, assignment.key, len(request.update))
             raise
         except SpoolError as exc:
             await self._abandon(assignment, f"the spool cannot be trusted: {exc}")
@@ -137,15 +162,15 @@ class ReportIntake:
 
     def _is_busy(self, assignment: Assignment) -> bool:
         """Return whether the client of an assignment is still working on it."""
-        current = self._services.runner.coordinator.find(*assignment.id)
+        current = self._parts.runner.coordinator.find(*assignment.id)
         return current is not None and current.is_busy
 
     def _half_of(self, assignment: Assignment) -> ServerHalf:
-        job = self._services.jobs.state(assignment.key.job_id)
-        return self._services.halves.of(job, assignment.kind)
+        job = self._parts.finder.job_of(assignment)
+        return self._parts.halves.of(job, assignment.kind)
 
     async def _size_limit(self, assignment: Assignment) -> int:
-        job = self._services.jobs.state(assignment.key.job_id)
+        job = self._parts.finder.job_of(assignment)
         try:
             return await self._half_of(assignment).size_limit(job, assignment)
         except (PluginError, UserCodeError) as exc:  # of a plugin, which may fail at any call
@@ -163,7 +188,7 @@ class ReportIntake:
         """Count the bytes that a client sends for an attempt, including repetitions; beyond the quota, end it."""
         limit = await self._size_limit(assignment)
         try:
-            self._services.quotas.upload(assignment.client_id, assignment.key, limit, num_bytes)
+            self._parts.quotas.upload(assignment.client_id, assignment.key, limit, num_bytes)
         except RefusedError as exc:
             await self._fail(assignment, str(exc))
             raise
@@ -173,20 +198,20 @@ class ReportIntake:
 
         The other updates of an earlier attempt were synced before.
         """
-        attempt = self._services.jobs.state(assignment.key.job_id).open_attempt
+        attempt = self._parts.finder.job_of(assignment).open_attempt
         if attempt is not None and attempt.key == assignment.key:
-            self._services.runner.post(AggregationFailed(assignment.key, text))
+            self._parts.runner.post(AggregationFailed(assignment.key, text))
         else:
             await self._fail(assignment, text)
 
     async def _fail(self, assignment: Assignment, text: str) -> None:
-        await self._services.runner.submit(AssignmentFailed(*assignment.id, Reason.TRANSFER_FAILED, text))
+        await self._parts.runner.submit(AssignmentFailed(*assignment.id, Reason.TRANSFER_FAILED, text))
 
     async def _reject(self, assignment: Assignment, refusal: Verdict) -> Verdict:
         """End the assignment; return the refusal, or the coordinator's verdict if the assignment has ended since."""
         assert refusal.reason is not None
-        text = validation.text(refusal.text, self._limits.max_text)  # it may quote the client's input
-        verdict = await self._services.runner.submit(UpdateRejected(*assignment.id, refusal.reason, text))
+        text = validation.text(refusal.text, self._parts.limits.max_text)  # it may quote the client's input
+        verdict = await self._parts.runner.submit(UpdateRejected(*assignment.id, refusal.reason, text))
         return Verdict(refusal.reason, text) if verdict.accepted else verdict
 
 

@@ -19,8 +19,9 @@ from fedplat_server.database.assignments import (
     OutcomeCount,
 )
 from fedplat_server.errors import Code, RefusedError
-from fedplat_server.rpc import convert, pages, validation
-from fedplat_server.rpc.services import JobRegistry
+from fedplat_server.messages import convert, validation
+from fedplat_server.rpc import pages
+from fedplat_server.rpc.job_registry import JobRegistry
 
 MAX_LABELS = 20
 MAX_VALUES = 20

@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 import secrets
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import grpc
 from grpc import aio
@@ -23,27 +23,24 @@ from fedplat_server.auth.tls import Certificates
 from fedplat_server.config import ServerConfig
 from fedplat_server.errors import ConfigError
 from fedplat_server.instruments import Instruments
+from fedplat_server.messages.streams import UploadMessage
 from fedplat_server.rpc import operator_access
 from fedplat_server.rpc.admission import FLEET, Admission, OpenAdmission, Reads
 from fedplat_server.rpc.clients import ClientsService
 from fedplat_server.rpc.events import EventsService
-from fedplat_server.rpc.fleet import FleetService
 from fedplat_server.rpc.handlers import Handler
 from fedplat_server.rpc.health import Health
 from fedplat_server.rpc.interceptor import ErrorInterceptor
-from fedplat_server.rpc.jobs import JobsService
-from fedplat_server.rpc.operator_access import OperatorAccess
 from fedplat_server.rpc.operators import OperatorsService
 from fedplat_server.rpc.privacy import PrivacyService
 from fedplat_server.rpc.routing.router import Collector, LocalRoute, Router
 from fedplat_server.rpc.routing.shared_port import PortReservation
-from fedplat_server.rpc.services import Services
-from fedplat_server.rpc.streams import UploadMessage
 from fedplat_server.rpc.webhooks import WebhooksService
 
 if TYPE_CHECKING:
     from fedplat_server.tracing.provider import Tracing
 
+_Servicer = TypeVar("_Servicer")
 _SERVICES = (FLEET, *(service.full_name for service in operator_access.SERVICES))
 MAX_STREAMS = 100
 """Maximum open calls of a connection; each may hold a window of `WINDOW_BYTES` before it is read."""
@@ -68,19 +65,38 @@ OPTIONS = (
 )
 
 
-def route(services: Services, reads: Reads) -> LocalRoute:
+class Handlers(NamedTuple):
+    """The objects that handle the calls of clients and operators, one for each service."""
+
+    fleet: fleet_pb2_grpc.FleetServicer
+    jobs: admin_pb2_grpc.JobsServicer
+    clients: ClientsService
+    operators: OperatorsService
+    privacy: PrivacyService
+    events: EventsService
+    webhooks: WebhooksService
+
+
+def combine(service: type[_Servicer], *makers: Callable[[], _Servicer]) -> _Servicer:
+    """Return one object for a service whose methods several handlers share. Each overrides those that it handles."""
+    combined, handlers = service(), [make() for make in makers]
+    for name in (name for name in vars(service) if not name.startswith("_")):
+        (method,) = [getattr(each, name) for each in handlers if name in vars(type(each))]
+        setattr(combined, name, method)
+    return combined
+
+
+def route(handlers: Handlers, admission: Admission) -> LocalRoute:
     """Return the route of the leader: to its own services, for admitted calls."""
     collector = cast(Any, Collector())  # generated code expects a server
-    fleet = FleetService(services)
-    fleet_pb2_grpc.add_FleetServicer_to_server(fleet, collector)
-    admin_pb2_grpc.add_JobsServicer_to_server(JobsService(services), collector)
-    admin_pb2_grpc.add_ClientsServicer_to_server(ClientsService(services), collector)
-    admin_pb2_grpc.add_OperatorsServicer_to_server(OperatorsService(services), collector)
-    admin_pb2_grpc.add_PrivacyServicer_to_server(PrivacyService(services), collector)
-    events_pb2_grpc.add_EventsServicer_to_server(EventsService(services), collector)
-    events_pb2_grpc.add_WebhooksServicer_to_server(WebhooksService(services), collector)
-    admission = Admission(OperatorAccess(services), fleet.read_claim, services.origins, reads, services.memory)
-    return LocalRoute([_file_methods(fleet), *collector.handlers], admission.admit)
+    fleet_pb2_grpc.add_FleetServicer_to_server(handlers.fleet, collector)
+    admin_pb2_grpc.add_JobsServicer_to_server(handlers.jobs, collector)
+    admin_pb2_grpc.add_ClientsServicer_to_server(handlers.clients, collector)
+    admin_pb2_grpc.add_OperatorsServicer_to_server(handlers.operators, collector)
+    admin_pb2_grpc.add_PrivacyServicer_to_server(handlers.privacy, collector)
+    events_pb2_grpc.add_EventsServicer_to_server(handlers.events, collector)
+    events_pb2_grpc.add_WebhooksServicer_to_server(handlers.webhooks, collector)
+    return LocalRoute([_file_methods(handlers.fleet), *collector.handlers], admission.admit)
 
 
 class _PublicServices(grpc.GenericRpcHandler):
@@ -94,7 +110,7 @@ class _PublicServices(grpc.GenericRpcHandler):
         return self._route.handler(handler_call_details)
 
 
-def _file_methods(fleet: FleetService) -> grpc.GenericRpcHandler:
+def _file_methods(fleet: fleet_pb2_grpc.FleetServicer) -> grpc.GenericRpcHandler:
     """Return handlers for the methods that move files: generated code would copy their messages several times."""
     methods = {
         "Download": grpc.unary_stream_rpc_method_handler(

@@ -8,6 +8,8 @@ import time
 from typing_extensions import override
 
 from fedplat.wire.v1 import events_pb2, events_pb2_grpc
+from fedplat_server.auth.tokens import new_id
+from fedplat_server.database.store import Store
 from fedplat_server.errors import Code, RefusedError, WebhookError
 from fedplat_server.records import webhooks
 from fedplat_server.records.audit import AuditAction, AuditEntry
@@ -16,7 +18,7 @@ from fedplat_server.rpc import pages
 from fedplat_server.rpc.caller import current_operator
 from fedplat_server.rpc.events import check_types, encode_event
 from fedplat_server.rpc.handlers import Context
-from fedplat_server.rpc.services import Services
+from fedplat_server.webhooks.delivery import DeliveryTask
 
 _DELIVERY_TOKEN = re.compile(rf"([0-9]{{1,18}})\.({webhooks.WEBHOOK_ID.pattern})")
 
@@ -24,8 +26,9 @@ _DELIVERY_TOKEN = re.compile(rf"([0-9]{{1,18}})\.({webhooks.WEBHOOK_ID.pattern})
 class WebhooksService(events_pb2_grpc.WebhooksServicer):
     """The handlers of the service."""
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    def __init__(self, delivery: DeliveryTask, store: Store) -> None:
+        self._delivery = delivery
+        self._store = store
 
     @override
     async def AddWebhook(
@@ -33,18 +36,16 @@ class WebhooksService(events_pb2_grpc.WebhooksServicer):
     ) -> events_pb2.AddWebhookResponse:
         types = tuple(sorted(check_types(request.types)))
         try:
-            self._services.webhooks.sender.check_url(request.url)
+            self._delivery.sender.check_url(request.url)
         except ValueError as exc:
             raise RefusedError(Code.INVALID_REQUEST, str(exc)) from exc
-        record = WebhookRecord(
-            self._services.new_id("w"), request.url, types, webhooks.new_secret(), created_unix_s=time.time()
-        )
+        record = WebhookRecord(new_id("w"), request.url, types, webhooks.new_secret(), created_unix_s=time.time())
         entry = self._audit(AuditAction.WEBHOOK_ADDED, record)
         try:
-            await self._services.store.webhooks.add_webhook(record, [entry])
+            await self._store.webhooks.add_webhook(record, [entry])
         except WebhookError as exc:
             raise RefusedError(Code.TOO_MANY_WEBHOOKS, f"at most {webhooks.MAX_WEBHOOKS}") from exc
-        self._services.webhooks.wake()
+        self._delivery.wake()
         return events_pb2.AddWebhookResponse(webhook=_webhook(record), secret=record.secret)
 
     @override
@@ -52,7 +53,7 @@ class WebhooksService(events_pb2_grpc.WebhooksServicer):
         self, request: events_pb2.ListWebhooksRequest, context: Context
     ) -> events_pb2.ListWebhooksResponse:
         size, after = pages.size(request.page_size), pages.token(request.page_token, webhooks.WEBHOOK_ID)
-        records = await self._services.store.webhooks.list_webhooks(after=after, limit=size + 1)
+        records = await self._store.webhooks.list_webhooks(after=after, limit=size + 1)
         page, token = pages.cut(records, size, _webhook, lambda record: record.webhook_id)
         return events_pb2.ListWebhooksResponse(webhooks=page, next_page_token=token)
 
@@ -63,17 +64,17 @@ class WebhooksService(events_pb2_grpc.WebhooksServicer):
         record = await self._find(request.webhook_id)
         entry = self._audit(AuditAction.WEBHOOK_REMOVED, record)
         try:
-            await self._services.store.webhooks.remove_webhook(record.webhook_id, [entry])
+            await self._store.webhooks.remove_webhook(record.webhook_id, [entry])
         except WebhookError as exc:
             raise RefusedError(Code.NO_SUCH_WEBHOOK, record.webhook_id) from exc
-        self._services.webhooks.wake()
+        self._delivery.wake()
         return events_pb2.RemoveWebhookResponse()
 
     @override
     async def TestWebhook(self, request: events_pb2.TestWebhookRequest, context: Context) -> events_pb2.Delivery:
         record = await self._find(request.webhook_id)
-        await self._services.store.audit.append([self._audit(AuditAction.WEBHOOK_TESTED, record)])
-        return _delivery(await self._services.webhooks.test(record))
+        await self._store.audit.append([self._audit(AuditAction.WEBHOOK_TESTED, record)])
+        return _delivery(await self._delivery.test(record))
 
     @override
     async def ListDeliveries(
@@ -85,7 +86,7 @@ class WebhooksService(events_pb2_grpc.WebhooksServicer):
         webhook_id = (await self._find(request.webhook_id)).webhook_id if request.webhook_id else ""
         size = pages.size(request.page_size)
         match = _DELIVERY_TOKEN.fullmatch(pages.token(request.page_token, _DELIVERY_TOKEN))
-        found = await self._services.store.webhooks.list_deliveries(
+        found = await self._store.webhooks.list_deliveries(
             webhook_id=webhook_id,
             state=request.state,
             before=(int(match[1]), match[2]) if match is not None else None,
@@ -98,7 +99,7 @@ class WebhooksService(events_pb2_grpc.WebhooksServicer):
         """Return a webhook. Raises `RefusedError` if it is unknown."""
         record = None
         if webhooks.WEBHOOK_ID.fullmatch(webhook_id):
-            record = await self._services.store.webhooks.find_webhook(webhook_id)
+            record = await self._store.webhooks.find_webhook(webhook_id)
         if record is None:
             raise RefusedError(Code.NO_SUCH_WEBHOOK, repr(webhook_id[:80]))
         return record

@@ -1,6 +1,6 @@
 """The spool: the updates that clients send, from the first byte until no attempt needs them.
 
-Only the spool deletes updates. Stored changes (`apply_changes`) determine which ones are needed: those of open
+Only the spool deletes updates. Stored changes (`on_stored`) determine which ones are needed: those of open
 assignments, and those that the open attempt has accepted. It refuses all others, and deletes them in the background; so
 a file is deleted after the change that makes it obsolete is stored, and a late upload does not create a new one.
 Without a stored change it removes only bytes that the client sends again or that are folded already:
@@ -17,7 +17,7 @@ accepted. Where it is durable depends on the backend (`spool_backend`): in the s
 store. With a store the folder is only a cache of durable updates: `complete` gets what it lacks from the store. Partial
 uploads are in the folder alone. The files of jobs with `durability = "memory"` are in memory, and have no copies.
 
-`apply_changes`, `close` and `run_in_thread` run on the event loop; all other methods block, and threads call them,
+`on_stored`, `close` and `run_in_thread` run on the event loop; all other methods block, and threads call them,
 several at once. No lock is held while the backend works, which may take long.
 """
 
@@ -79,7 +79,7 @@ class Spool:
         for each in needed:
             self._needed.setdefault(each.attempt, set()).add(each.client_id)
 
-    def apply_changes(self, changes: Iterable[Change]) -> None:
+    def on_stored(self, changes: Iterable[Change]) -> None:
         """Expect the updates that stored changes make necessary; delete those that they make obsolete."""
         obsolete: list[AssignmentId] = []
         for change in changes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import multiprocessing
 import os
@@ -16,7 +17,7 @@ import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -27,8 +28,8 @@ from fedplat import aggregate, texts
 from fedplat.config import user_code
 from fedplat.job import JobSpec
 from fedplat.model import Parameters
-from fedplat.rounds import AttemptKey, JobState, ModelVersion
-from fedplat_server import logs
+from fedplat.rounds import AttemptKey, Change, JobState, ModelVersion
+from fedplat_server import logs, retries
 from fedplat_server.child_environment import child_environment
 from fedplat_server.errors import BlobError, StoreError, StoreUnavailableError
 from fedplat_server.storage.blobs import BlobStore
@@ -36,7 +37,6 @@ from fedplat_server.workers.messages import EvaluateReply
 
 Note = Callable[[str, int, Mapping[str, float]], Awaitable[None]]
 Score = Callable[[str, Path, JobSpec], Awaitable[EvaluateReply]]
-NOTE_RETRY_S = 1.0
 MAX_METRICS_BYTES = 32 * 2**10
 """The largest size of a version's metrics as JSON, which the database can read back."""
 _NUMBER_BYTES = 30
@@ -201,6 +201,17 @@ class EvaluationScheduler:
         if self._worker is None:
             self._worker = asyncio.create_task(self._work(), name="evaluation")
 
+    def schedule_if_due(self, job: JobState, version: ModelVersion) -> None:
+        """Queue the evaluation of a version, unless it is the initial one or the server is not to evaluate it."""
+        if version.version > 0 and self.is_due(job, version):
+            self.schedule(job, version)
+
+    def on_stored(self, changes: Iterable[Change]) -> None:
+        """Queue the evaluations of new versions."""
+        for change in changes:
+            if change.version is not None:
+                self.schedule_if_due(change.job, change.version)
+
     def is_pending(self, job_id: str) -> bool:
         """Return whether a version of the job is waiting for its evaluation, or is being evaluated."""
         return job_id in self._pending
@@ -254,9 +265,6 @@ class EvaluationScheduler:
         return Failure(reply.error, "") if reply.error else reply.metrics
 
     async def _store(self, pending: _PendingScore, metrics: Mapping[str, float]) -> None:
-        while True:
-            try:
-                return await self._note(pending.job_id, pending.version.version, metrics)
-            except StoreUnavailableError:
-                # Retry, since scores are expensive. The runner logs that the database does not answer.
-                await asyncio.sleep(NOTE_RETRY_S)
+        note = partial(self._note, pending.job_id, pending.version.version, metrics)
+        # Scores are expensive. The runner logs that the database does not answer.
+        await retries.retry(note, StoreUnavailableError, itertools.repeat(retries.BACKGROUND_RETRY_S))

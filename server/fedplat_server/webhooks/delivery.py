@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import Callable
 
-from fedplat_server import crash_points, logs
+from fedplat_server import crash_points, logs, retries
 from fedplat_server.database.store import Store
 from fedplat_server.errors import LeadershipLostError, StoreError
 from fedplat_server.instruments import Instruments
@@ -26,7 +26,6 @@ from fedplat_server.webhooks.sender import WebhookSender
 
 POLL_S = 5.0
 """Interval in which the task looks for events and webhooks that it was not notified of."""
-STORE_RETRY_S = 1.0
 
 
 class DeliveryTask:
@@ -156,7 +155,7 @@ class DeliveryTask:
 
     async def _pause(self, exc: StoreError) -> None:
         logs.get().warning("webhooks wait for the database", error=str(exc))
-        await asyncio.sleep(STORE_RETRY_S)
+        await asyncio.sleep(retries.BACKGROUND_RETRY_S)
 
 
 def _log_attempt(webhook: WebhookRecord, tried: DeliveryRecord, result: SendResult) -> None:

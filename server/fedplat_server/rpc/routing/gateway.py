@@ -21,10 +21,11 @@ from fedplat_server.auth import forwarding
 from fedplat_server.auth.forwarding import ForwardedCall
 from fedplat_server.config import TlsFiles
 from fedplat_server.errors import Code, RefusedError
+from fedplat_server.messages import memory
+from fedplat_server.messages.memory import UploadMemory
 from fedplat_server.records.lease import Lease
-from fedplat_server.rpc import interceptor, memory
+from fedplat_server.rpc import interceptor
 from fedplat_server.rpc.handlers import Handler
-from fedplat_server.rpc.memory import UploadMemory
 from fedplat_server.rpc.routing.router import InFlightCalls, Route
 
 Context = Any  # aio.ServicerContext, generic for the type checker only

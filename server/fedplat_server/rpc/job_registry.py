@@ -1,47 +1,18 @@
-"""The services that RPC handlers use: the parts of the daemon, and the registry of jobs."""
+"""The jobs as handlers and the leader find them: by id or by name, with who waits for their changes."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from fedplat.rounds import AssignmentId, JobState, Participation
+from fedplat.rounds import AssignmentId, Change, JobState, Participation
 from fedplat.rounds.protocols.base import protocol_of
-from fedplat.rounds.states import ENDED_JOBS, Reason
-from fedplat_server.auth.addresses import Origins
-from fedplat_server.auth.audit_limits import BoundedAudit
-from fedplat_server.auth.authentication import Authenticator
-from fedplat_server.auth.certificates import CertificateIssuer, PeerCertificates
-from fedplat_server.auth.client_directory import ClientDirectory
-from fedplat_server.auth.enrollment import Enrollments
-from fedplat_server.auth.rate_limits import Quotas
-from fedplat_server.auth.tls import Certificates
-from fedplat_server.config import ServerConfig
-from fedplat_server.coordination.alert_monitor import AlertMonitor
-from fedplat_server.coordination.availability import AvailabilityTracker
-from fedplat_server.coordination.budgets import Budgets
-from fedplat_server.coordination.conflicts import Conflicts
-from fedplat_server.coordination.downloads import Downloads
-from fedplat_server.coordination.event_feed import EventFeed
-from fedplat_server.coordination.fleet_counts import FleetCounter
-from fedplat_server.coordination.long_polls import LongPolls
-from fedplat_server.coordination.progress import ProgressTracker
-from fedplat_server.coordination.revocation import Revocation
+from fedplat.rounds.states import ENDED_JOBS
 from fedplat_server.coordination.runner import Runner
 from fedplat_server.database.jobs import JobRecord
-from fedplat_server.database.store import Store
 from fedplat_server.errors import Code, RefusedError
-from fedplat_server.instruments import Instruments
-from fedplat_server.protocols.registry import ServerHalves
-from fedplat_server.records.lease import Lease
 from fedplat_server.rpc.caller import current_operator
-from fedplat_server.rpc.memory import UploadMemory
-from fedplat_server.storage.blobs import BlobStore
-from fedplat_server.storage.read_cache import Chunks, InlineModels
-from fedplat_server.storage.spool import Spool
-from fedplat_server.training.evaluation import EvaluationScheduler
-from fedplat_server.webhooks.delivery import DeliveryTask
 
 
 class JobRegistry:
@@ -122,6 +93,11 @@ class JobRegistry:
         open_assignments = [(protocol_of(job, each.kind), each) for job in states for each in job.open_assignments]
         return [each.id for protocol, each in open_assignments if protocol.folds and protocol.keeps_updates]
 
+    def on_stored(self, changes: Iterable[Change]) -> None:
+        """Wake the watchers of the jobs that have changed."""
+        for change in changes:
+            self.notify_watchers(change.job.job_id)
+
     def notify_watchers(self, job_id: str) -> None:
         """Wake the watchers of a job."""
         event = self._changed.pop(job_id, None)
@@ -139,51 +115,3 @@ class JobRegistry:
 
     def _current(self, job_id: str) -> JobRecord:
         return dataclasses.replace(self._records[job_id], state=self.state(job_id))
-
-
-@dataclasses.dataclass
-class Services:
-    """The parts of the daemon that handlers use."""
-
-    config: ServerConfig
-    lease: Lease
-    store: Store
-    runner: Runner
-    jobs: JobRegistry
-    clients: ClientDirectory
-    authenticator: Authenticator
-    enrollments: Enrollments
-    revocation: Revocation
-    issuer: CertificateIssuer
-    peers: PeerCertificates
-    long_polls: LongPolls
-    progress: ProgressTracker
-    downloads: Downloads
-    alerts: AlertMonitor
-    availability: AvailabilityTracker
-    fleet_counter: FleetCounter
-    blobs: BlobStore
-    chunks: Chunks
-    inline_models: InlineModels
-    spool: Spool
-    halves: ServerHalves
-    evaluation: EvaluationScheduler
-    quotas: Quotas
-    origins: Origins
-    bounded_audit: BoundedAudit
-    memory: UploadMemory
-    conflicts: Conflicts
-    budgets: Budgets
-    event_feed: EventFeed
-    webhooks: DeliveryTask
-    started_unix_s: float
-    new_id: Callable[[str], str]
-    instruments: Instruments
-    certificates: Certificates | None = None
-    draining: bool = False
-    mtls_port: int = 0
-    is_tracing: bool = False
-
-    def refuse_if_draining(self) -> Reason | None:
-        """Return `Reason.DRAINING` if the daemon is draining, so that clients get no assignments; else None."""
-        return Reason.DRAINING if self.draining else None

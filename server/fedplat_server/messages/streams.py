@@ -19,7 +19,7 @@ from fedplat_server.aggregation.backend import run_to_the_end
 from fedplat_server.auth import rate_limits
 from fedplat_server.config import Limits
 from fedplat_server.errors import BlobMissingError, Code, RefusedError, UploadError
-from fedplat_server.rpc import validation
+from fedplat_server.messages import validation
 from fedplat_server.storage import files
 from fedplat_server.storage.blob_folder import INCOMING, TEMPORARY
 from fedplat_server.storage.blobs import Blob, BlobStore
@@ -72,7 +72,7 @@ async def enforce_min_rate(messages: AsyncIterator[Message], limits: Limits) -> 
         yield message
 
 
-async def send(chunks: Chunks, blobs: BlobStore, digest: str, offset: int) -> AsyncIterator[bytes]:
+async def send(chunks: Chunks, blobs: BlobStore, digest: str, offset: int) -> AsyncGenerator[bytes]:
     """Yield a model file from an offset on, as messages `Chunk`. Raises `RefusedError` if the offset is beyond it."""
     async with contextlib.AsyncExitStack() as stack:
         try:

@@ -1,0 +1,232 @@
+"""The handlers of a leading daemon: each gets only the parts that it uses."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+
+from fedplat.wire.v1 import admin_pb2_grpc, fleet_pb2_grpc
+from fedplat_server.auth.addresses import Origins
+from fedplat_server.auth.authentication import Authenticator
+from fedplat_server.auth.enrollment import Enrollments, Trust
+from fedplat_server.coordination.check_in import Presence
+from fedplat_server.coordination.conflicts import Conflicts
+from fedplat_server.coordination.fleet_counts import FleetCounter
+from fedplat_server.coordination.revocation import Revocation
+from fedplat_server.database.engine import async_url
+from fedplat_server.leader.parts import LeaderParts
+from fedplat_server.rpc import serving
+from fedplat_server.rpc.admission import Admission
+from fedplat_server.rpc.check_in import AssignmentMessages, CheckInParts, CheckInService
+from fedplat_server.rpc.client_access import AssignmentFinder, ClientAccess, ClientAccessParts
+from fedplat_server.rpc.client_models import ClientModels, ClientModelsParts
+from fedplat_server.rpc.clients import ClientsParts, ClientsService
+from fedplat_server.rpc.enrollment import EnrollmentParts, EnrollmentService
+from fedplat_server.rpc.events import EventsService
+from fedplat_server.rpc.fleet import FleetParts, FleetService
+from fedplat_server.rpc.fleet_view import FleetView
+from fedplat_server.rpc.job_models import JobModelsParts, JobModelsService
+from fedplat_server.rpc.job_rounds import JobRoundsParts, JobRoundsService
+from fedplat_server.rpc.job_view import JobView
+from fedplat_server.rpc.jobs import JobFiles, JobsParts, JobsService
+from fedplat_server.rpc.operator_access import OperatorAccess, OperatorAccessParts
+from fedplat_server.rpc.operators import OperatorsParts, OperatorsService, StatusFacts
+from fedplat_server.rpc.privacy import PrivacyService
+from fedplat_server.rpc.report_intake import ReportIntake, ReportIntakeParts
+from fedplat_server.rpc.routing.router import LocalRoute
+from fedplat_server.rpc.webhooks import WebhooksService
+from fedplat_server.rpc.working_clients import WorkingClientsParts, WorkingClientsService
+from fedplat_server.storage.read_cache import InlineModels
+
+
+def make_route(parts: LeaderParts) -> LocalRoute:
+    """Return the route to all handlers, for admitted calls."""
+    mandate, coordination, store = parts.mandate, parts.coordination, parts.mandate.store
+    origins = Origins(mandate.config.trusted_proxies, mandate.lease.secret)
+    authenticator = Authenticator(coordination.audit, coordination.clients)
+    access = ClientAccess(
+        ClientAccessParts(
+            authenticator=authenticator,
+            clients=coordination.clients,
+            quotas=coordination.quotas,
+            max_calls=mandate.config.limits.max_calls,
+            origins=origins,
+            peers=mandate.endpoint.peers,
+            gateway_secret=mandate.lease.secret,
+        )
+    )
+    enrollments = Enrollments(store.clients, coordination.clients, lambda: Trust.of(mandate.endpoint.certificates))
+    operator_access = OperatorAccess(
+        OperatorAccessParts(
+            store=store.operators,
+            quotas=coordination.quotas,
+            origins=origins,
+            audit=coordination.audit,
+            delay_s=mandate.config.limits.refusal_delay_s,
+        )
+    )
+    made = serving.Handlers(
+        fleet=_make_fleet(parts, access, authenticator, enrollments),
+        jobs=_make_jobs(parts),
+        clients=_make_clients(parts, enrollments),
+        operators=_make_operators(parts),
+        privacy=PrivacyService(coordination.jobs, store.ledger, parts.production.budgets),
+        events=EventsService(coordination.jobs, store.events, parts.records.event_feed, coordination.draining),
+        webhooks=WebhooksService(parts.records.webhooks, store),
+    )
+    reads = mandate.endpoint.reads
+    return serving.route(made, Admission(operator_access, access.read_claim, origins, reads, parts.files.memory))
+
+
+def _make_fleet(
+    parts: LeaderParts, access: ClientAccess, authenticator: Authenticator, enrollments: Enrollments
+) -> fleet_pb2_grpc.FleetServicer:
+    mandate, coordination, files, halves = parts.mandate, parts.coordination, parts.files, parts.production.halves
+    limits, store, instruments = mandate.config.limits, mandate.store, mandate.metrics.instruments
+    finder = AssignmentFinder(coordination.runner, store.jobs)
+    models = ClientModels(
+        ClientModelsParts(
+            access=access,
+            runner=coordination.runner,
+            store=store.jobs,
+            blobs=files.blobs,
+            chunks=files.chunks,
+            inline_models=InlineModels(files.blobs),
+            downloads=parts.records.downloads,
+            instruments=instruments,
+        )
+    )
+    intake = ReportIntake(
+        ReportIntakeParts(
+            limits=limits,
+            runner=coordination.runner,
+            finder=finder,
+            halves=halves,
+            memory=files.memory,
+            spool=files.spool,
+            blobs=files.blobs,
+            quotas=coordination.quotas,
+        )
+    )
+    identity = EnrollmentParts(
+        access=access,
+        authenticator=authenticator,
+        enrollments=enrollments,
+        quotas=coordination.quotas,
+        limits=limits,
+        audit=store.audit,
+        issuer=mandate.endpoint.issuer,
+        mtls_port=mandate.endpoint.mtls_port,
+    )
+    is_tracing = mandate.endpoint.tracing is not None
+    free = CheckInParts(
+        access=access,
+        limits=limits,
+        presence=Presence(coordination.clients, parts.records.availability, coordination.progress),
+        runner=coordination.runner,
+        long_polls=coordination.long_polls,
+        messages=AssignmentMessages(coordination.runner, halves, models, is_tracing=is_tracing),
+        instruments=instruments,
+        draining=coordination.draining,
+    )
+    working = WorkingClientsParts(
+        access=access,
+        finder=finder,
+        limits=limits,
+        runner=coordination.runner,
+        long_polls=coordination.long_polls,
+        progress=coordination.progress,
+        downloads=parts.records.downloads,
+    )
+    results = FleetParts(
+        access=access,
+        finder=finder,
+        quotas=coordination.quotas,
+        limits=limits,
+        halves=halves,
+        intake=intake,
+        models=models,
+        conflicts=Conflicts(store.audit),
+    )
+    return serving.combine(
+        fleet_pb2_grpc.FleetServicer,
+        functools.partial(EnrollmentService, identity),
+        functools.partial(CheckInService, free),
+        functools.partial(WorkingClientsService, working),
+        functools.partial(FleetService, results),
+    )
+
+
+def _make_jobs(parts: LeaderParts) -> admin_pb2_grpc.JobsServicer:
+    mandate, coordination, files, production = parts.mandate, parts.coordination, parts.files, parts.production
+    config, store, jobs, runner = mandate.config, mandate.store, coordination.jobs, coordination.runner
+    view = JobView(jobs, store.jobs, production.halves, coordination.progress, coordination.clients, runner)
+    max_bytes, trainers = config.limits.max_job_file_bytes, sorted(config.trainers)
+    commands = JobsParts(
+        jobs=jobs,
+        view=view,
+        files=JobFiles(config.plugins.table, max_bytes, production.evaluation.names, trainers, production.halves),
+        plugins=config.plugins,
+        store=store,
+        runner=runner,
+        budgets=production.budgets,
+        blobs=files.blobs,
+    )
+    models = JobModelsParts(
+        jobs=jobs, view=view, store=store, runner=runner, blobs=files.blobs, chunks=files.chunks, limits=config.limits
+    )
+    rounds = JobRoundsParts(
+        jobs=jobs,
+        view=view,
+        store=store,
+        runner=runner,
+        progress=coordination.progress,
+        evaluation=production.evaluation,
+        draining=coordination.draining,
+    )
+    return serving.combine(
+        admin_pb2_grpc.JobsServicer,
+        functools.partial(JobsService, commands),
+        functools.partial(JobModelsService, models),
+        functools.partial(JobRoundsService, rounds),
+    )
+
+
+def _make_clients(parts: LeaderParts, enrollments: Enrollments) -> ClientsService:
+    coordination, store = parts.coordination, parts.mandate.store
+    counter = FleetCounter(store.fleet, asyncio.get_running_loop().time)
+    return ClientsService(
+        ClientsParts(
+            store=store.clients,
+            runner=coordination.runner,
+            limits=parts.mandate.config.limits,
+            clients=coordination.clients,
+            enrollments=enrollments,
+            revocation=Revocation(store.clients, coordination.clients, coordination.runner, coordination.long_polls),
+            progress=coordination.progress,
+            fleet=FleetView(counter, store.fleet, parts.records.availability, coordination.runner),
+        )
+    )
+
+
+def _make_operators(parts: LeaderParts) -> OperatorsService:
+    mandate = parts.mandate
+    facts = StatusFacts(
+        started_unix_s=mandate.started_unix_s,
+        data_dir=mandate.config.data_dir,
+        database=async_url(mandate.config.database).get_backend_name(),
+        evaluators=parts.production.evaluation.names,
+        trainers=sorted(mandate.config.trainers),
+        plugins=mandate.config.plugins.versions,
+    )
+    return OperatorsService(
+        OperatorsParts(
+            facts=facts,
+            lease=mandate.lease,
+            certificates=mandate.endpoint.certificates,
+            store=mandate.store,
+            runner=parts.coordination.runner,
+            alerts=parts.records.alerts,
+            full_writes=mandate.metrics.instruments.full_writes,
+        )
+    )

@@ -1,0 +1,360 @@
+"""The parts of a leading daemon, built from the database: only this package sees them all.
+
+What must be closed enters one exit stack when it is made. So the parts are closed in reverse order, each before those
+that it uses, and after a failed start exactly those that were made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from fedplat.config.loaded_plugins import describe_versions
+from fedplat.rounds import Coordinator, JobState, selection
+from fedplat_server import logs
+from fedplat_server.aggregation.backend import AggregationBackend
+from fedplat_server.aggregation.secure_attempts import SecureAttempts
+from fedplat_server.aggregation.service import Aggregation, AggregationParts
+from fedplat_server.auth.audit_limits import BoundedAudit
+from fedplat_server.auth.client_directory import ClientDirectory
+from fedplat_server.auth.rate_limits import Quotas
+from fedplat_server.config import ServerConfig
+from fedplat_server.coordination import owner
+from fedplat_server.coordination.alert_monitor import AlertMonitor, DiskSpace
+from fedplat_server.coordination.alert_recorder import AlertRecorder
+from fedplat_server.coordination.availability import AvailabilityTracker
+from fedplat_server.coordination.budgets import Budgets
+from fedplat_server.coordination.downloads import Downloads
+from fedplat_server.coordination.event_feed import EventFeed
+from fedplat_server.coordination.long_polls import LongPolls
+from fedplat_server.coordination.progress import ProgressTracker
+from fedplat_server.coordination.retention import RetentionTask
+from fedplat_server.coordination.runner import Runner
+from fedplat_server.database.sql_audit import list_creators
+from fedplat_server.database.sql_jobs import recall_participations
+from fedplat_server.database.store import Store
+from fedplat_server.flower.runs import FlowerRuns
+from fedplat_server.instruments import Instruments
+from fedplat_server.messages.memory import UploadMemory
+from fedplat_server.metrics.service import MetricsService
+from fedplat_server.protocols.half import HalfParts
+from fedplat_server.protocols.registry import KindParts, ServerHalves
+from fedplat_server.protocols.relay import RelayParts
+from fedplat_server.protocols.steps import StepPolls
+from fedplat_server.records.lease import Lease
+from fedplat_server.rpc import serving
+from fedplat_server.rpc.job_registry import JobRegistry
+from fedplat_server.storage import set_aside
+from fedplat_server.storage.blob_stores import BlobPlace, reconcile
+from fedplat_server.storage.blobs import BlobStore
+from fedplat_server.storage.read_cache import Chunks
+from fedplat_server.storage.relay_store import RelayStore
+from fedplat_server.storage.spool import Spool
+from fedplat_server.storage.spool_backend import FolderBackend, SpoolBackend, open_backend
+from fedplat_server.storage.store_health import StoreHealth
+from fedplat_server.tracing.attempts import AttemptTraces, SentMark
+from fedplat_server.training.evaluation import EvaluationScheduler, Trainers
+from fedplat_server.training.server_training import ServerTraining
+from fedplat_server.webhooks.addresses import parse_network
+from fedplat_server.webhooks.delivery import DeliveryTask
+from fedplat_server.webhooks.sender import WebhookSender
+from fedplat_server.workers.attempt_inputs import AttemptInputs
+from fedplat_server.workers.client import WorkerPool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mandate:
+    """What a daemon leads with: its configuration and ports, the lease, and the database under that lease."""
+
+    config: ServerConfig
+    lease: Lease
+    store: Store
+    endpoint: serving.Endpoint
+    metrics: MetricsService
+    store_retry_s: float
+    started_unix_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Coordination:
+    """The jobs, the clients and their calls. Nothing of it must be closed."""
+
+    runner: Runner
+    jobs: JobRegistry
+    clients: ClientDirectory
+    long_polls: LongPolls
+    progress: ProgressTracker
+    quotas: Quotas
+    audit: BoundedAudit
+    draining: asyncio.Event
+    """It is set when the daemon stops."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Files:
+    """The files of models and updates, and the memory that their transfer may take."""
+
+    blobs: BlobStore
+    spool: Spool
+    relay: RelayStore
+    chunks: Chunks
+    memory: UploadMemory
+    health: StoreHealth | None
+    """That of the object store for updates, if there is one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Production:
+    """What makes versions, scores them and removes old ones."""
+
+    budgets: Budgets
+    halves: ServerHalves
+    evaluation: EvaluationScheduler
+    aggregation: Aggregation
+    retention: RetentionTask
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Records:
+    """What shows and stores how the server and its jobs fare."""
+
+    availability: AvailabilityTracker
+    alerts: AlertMonitor
+    alert_recorder: AlertRecorder
+    downloads: Downloads
+    traces: AttemptTraces | None
+    event_feed: EventFeed
+    webhooks: DeliveryTask
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeaderParts:
+    """All parts of a leading daemon."""
+
+    mandate: Mandate
+    coordination: Coordination
+    files: Files
+    production: Production
+    records: Records
+
+
+async def make_parts(stack: contextlib.AsyncExitStack, mandate: Mandate) -> LeaderParts:
+    """Build the parts and load the jobs. What must be closed enters `stack`."""
+    blobs = await _open_blobs(mandate.config, mandate.store, mandate.metrics.instruments)
+    coordination = await _make_coordination(mandate)
+    files = await _make_files(stack, mandate, coordination, blobs)
+    versions = mandate.config.plugins.versions
+    if versions:
+        logs.get().info("plugins were loaded", plugins=describe_versions(versions))
+    production = await _make_production(stack, mandate, coordination, files)
+    records = _make_records(stack, mandate, coordination, production.budgets, files.health)
+    return LeaderParts(mandate=mandate, coordination=coordination, files=files, production=production, records=records)
+
+
+async def _make_coordination(mandate: Mandate) -> Coordination:
+    config, store, loop = mandate.config, mandate.store, asyncio.get_running_loop()
+    coordinator = Coordinator(max_waiting=config.limits.max_waiting)
+    runner = Runner(coordinator, store, loop, store_retry_s=mandate.store_retry_s)
+    jobs = JobRegistry(runner)
+    await _load_jobs(store, jobs, runner.now)
+    return Coordination(
+        runner=runner,
+        jobs=jobs,
+        clients=ClientDirectory(store.clients),
+        long_polls=LongPolls(),
+        progress=ProgressTracker(),
+        quotas=Quotas(config.limits, loop.time),
+        audit=BoundedAudit(store.audit, config.limits.notes_per_minute, loop.time),
+        draining=asyncio.Event(),
+    )
+
+
+async def _make_files(
+    stack: contextlib.AsyncExitStack, mandate: Mandate, coordination: Coordination, blobs: BlobStore
+) -> Files:
+    config = mandate.config
+    health = StoreHealth(config.spool_url) if config.spool_url else None
+    spool = await _open_spool(config, mandate.store, mandate.lease.term, coordination.jobs, health)
+    stack.push_async_callback(spool.close)
+    relay = await asyncio.to_thread(RelayStore, config.data_dir / "relay")
+    memory = UploadMemory(config.limits)
+    return Files(blobs=blobs, spool=spool, relay=relay, chunks=Chunks(), memory=memory, health=health)
+
+
+async def _make_production(
+    stack: contextlib.AsyncExitStack, mandate: Mandate, coordination: Coordination, files: Files
+) -> Production:
+    config, store, post = mandate.config, mandate.store, coordination.runner.post
+    budgets = Budgets(store)
+    stack.callback(budgets.accountant.close)
+    training = ServerTraining(config.trainers, config.data_dir, files.blobs, post, config.plugins.references)
+    halves = ServerHalves.make(_make_kind_parts(mandate, coordination, files, training))
+    stack.push_async_callback(halves.close)
+    states = [each.state for each in coordination.jobs.all()]
+    await halves.keep(states, await owner.list_attempts(store))
+    evaluation = _make_evaluation(mandate, coordination.jobs, files.blobs, training)
+    stack.push_async_callback(evaluation.close)
+
+    def open_attempt(
+        job: JobState, find_job: Callable[[], JobState], inputs: AttemptInputs, blobs: BlobStore
+    ) -> AggregationBackend:
+        return halves.training_of(job.spec).open_backend(job, find_job, inputs, blobs)
+
+    aggregation = Aggregation(
+        files.blobs,
+        files.spool,
+        store.jobs.find_version,
+        post,
+        AggregationParts(open_attempt, training, config.plugins.references),
+    )
+    stack.push_async_callback(aggregation.close)
+    retention = RetentionTask(
+        files.blobs,
+        store,
+        coordination.jobs.state,
+        coordination.clients.drain_last_seen,
+        (files.blobs.expire, files.spool.expire, files.relay.expire, training.expire),
+        lambda: DiskSpace.of(config.data_dir).is_scarce,
+    )
+    # It is closed before the aggregation, and so removes nothing of attempts that are cut off: another daemon may lead
+    # already, have the same files from the same updates, and be about to name them in a version.
+    stack.push_async_callback(retention.close)
+    aggregation.on_leftovers = retention.schedule_blobs
+    return Production(
+        budgets=budgets, halves=halves, evaluation=evaluation, aggregation=aggregation, retention=retention
+    )
+
+
+def _make_kind_parts(mandate: Mandate, coordination: Coordination, files: Files, training: ServerTraining) -> KindParts:
+    config, store, runner = mandate.config, mandate.store, coordination.runner
+    find_waiting = functools.partial(selection.list_able, runner.coordinator.room)
+    find_enrolled = coordination.clients.list_able
+    return KindParts(
+        common=HalfParts(
+            limits=config.limits, blobs=files.blobs, training=training, pool=WorkerPool.at(config.data_dir)
+        ),
+        calls=StepPolls(runner, store.jobs, coordination.clients, coordination.long_polls, coordination.quotas),
+        secure=SecureAttempts(files.blobs, store.clients, store.audit),
+        relay=RelayParts(
+            limits=config.limits,
+            coordinator=runner.coordinator,
+            quotas=coordination.quotas,
+            memory=files.memory,
+            relay=files.relay,
+            chunks=files.chunks,
+        ),
+        clients=store.clients,
+        flower=FlowerRuns(config.flower_apps, config.data_dir, files.blobs, runner.post, find_waiting, find_enrolled),
+    )
+
+
+def _make_evaluation(
+    mandate: Mandate, jobs: JobRegistry, blobs: BlobStore, training: ServerTraining
+) -> EvaluationScheduler:
+    config, table = mandate.config, mandate.metrics.table
+
+    async def store_scores(job_id: str, version: int, scores: Mapping[str, float]) -> None:
+        await mandate.store.jobs.set_version_metrics(job_id, version, scores)
+        table.note_scores(job_id, scores)
+
+    return EvaluationScheduler(
+        config.evaluators,
+        config.evaluation_s,
+        blobs,
+        store_scores,
+        jobs.notify_watchers,
+        Trainers(frozenset(config.trainers), training.score),
+    )
+
+
+def _make_records(
+    stack: contextlib.AsyncExitStack,
+    mandate: Mandate,
+    coordination: Coordination,
+    budgets: Budgets,
+    health: StoreHealth | None,
+) -> Records:
+    config, store, coordinator = mandate.config, mandate.store, coordination.runner.coordinator
+    instruments, tracing = mandate.metrics.instruments, mandate.endpoint.tracing
+    availability = AvailabilityTracker(store.fleet, coordinator)
+    stack.push_async_callback(availability.close)
+    alerts = _make_alerts(mandate, coordination, budgets, health)
+    stack.push_async_callback(alerts.close)
+    alert_recorder = AlertRecorder(alerts, store, config.data_dir)
+    stack.push_async_callback(alert_recorder.close)
+    downloads = Downloads(store.assignments)
+    stack.push_async_callback(downloads.close)
+    traces = None
+    if tracing is not None:
+        traces = AttemptTraces(tracing, store.traces, SentMark(config.data_dir))
+        stack.push_async_callback(traces.close)
+    event_feed = EventFeed(store.events)
+    stack.push_async_callback(event_feed.close)
+    webhooks = DeliveryTask(store, WebhookSender(list(map(parse_network, config.webhook_networks))), instruments)
+    stack.push_async_callback(webhooks.close)
+    return Records(
+        availability=availability,
+        alerts=alerts,
+        alert_recorder=alert_recorder,
+        downloads=downloads,
+        traces=traces,
+        event_feed=event_feed,
+        webhooks=webhooks,
+    )
+
+
+def _make_alerts(
+    mandate: Mandate, coordination: Coordination, budgets: Budgets, health: StoreHealth | None
+) -> AlertMonitor:
+    config, coordinator, clock = mandate.config, coordination.runner.coordinator, asyncio.get_running_loop().time
+    alerts = AlertMonitor(coordinator, coordination.jobs.record, budgets.accountant, clock)
+    full_writes = mandate.metrics.instruments.full_writes
+    alerts.watch_disk(full_writes, config.prune_options, is_alone=not config.is_shared)
+    if (certificates := mandate.endpoint.certificates) is not None:
+        alerts.watch_certificate(lambda: certificates.days_left, certificates.renewal)
+    if health is not None:
+        alerts.watch_store(health)
+    return alerts
+
+
+async def _load_jobs(store: Store, jobs: JobRegistry, now: float) -> None:
+    creators = await list_creators(store.audit)
+    for record in await store.jobs.load_jobs(now):
+        participations = await recall_participations(store.jobs, record.state)
+        jobs.add(record, participations, creator=creators.get(record.state.job_id, ""))
+
+
+async def _open_blobs(config: ServerConfig, store: Store, instruments: Instruments) -> BlobStore:
+    """Return the blobs of the database, without those that a crash left. Raises `ConfigError` if they are not its."""
+    blobs, stored = await owner.open_blobs(store, BlobPlace.of(config), config.database, instruments)
+    found = await asyncio.to_thread(reconcile, blobs, BlobPlace.of(config), stored)
+    removed, num_aside = found.orphans
+    logs.get().info("blobs were reconciled", kept=len(stored.referenced), removed=removed, copied=found.copied)
+    if num_aside:
+        set_aside.warn(f"{config.blobs or config.data_dir / 'blobs'}/{set_aside.FOLDER}", num_aside)
+    if found.missing:
+        logs.get().error(
+            "models are missing: check --blobs (FEDPLAT_BLOBS), and run fedplat-server verify with the same options",
+            missing=len(found.missing),
+            first=min(found.missing),
+        )
+    return blobs
+
+
+async def _open_spool(
+    config: ServerConfig, store: Store, term: int, jobs: JobRegistry, health: StoreHealth | None
+) -> Spool:
+    """Return the spool with the updates that the jobs need. Raises `ConfigError` if it is another database's."""
+    backend: SpoolBackend = FolderBackend(Path(config.spool) if config.spool else None)
+    if health is not None:
+        backend = open_backend(config.spool_url, term, health, 2 * config.limits.max_model_bytes)
+    known = await owner.list_attempts(store)
+    if config.spool:
+        await asyncio.to_thread(backend.claim, await owner.identify(store, config.database), known)
+    spool = await asyncio.to_thread(Spool, config.upload_dir, jobs.is_in_memory, backend)
+    await asyncio.to_thread(spool.keep, jobs.needed_updates(), known)
+    return spool

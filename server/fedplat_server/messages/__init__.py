@@ -1,0 +1,1 @@
+"""What handlers and the halves of kinds do with messages: validate and convert them, and stream files within limits."""

@@ -1,0 +1,139 @@
+"""The handler of the Fleet service with which a client waits for work, and the messages of new assignments."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+from typing_extensions import override
+
+from fedplat import wire
+from fedplat.rounds import AssignmentId
+from fedplat.rounds.commands import Assign, Refuse, RetryWindow
+from fedplat.rounds.events import ClientCheckedIn
+from fedplat.rounds.states import Reason
+from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc
+from fedplat_server import __version__, logs
+from fedplat_server.auth.client_directory import Offer
+from fedplat_server.config import Limits
+from fedplat_server.coordination.check_in import Presence, wait_for_work
+from fedplat_server.coordination.long_polls import LongPolls
+from fedplat_server.coordination.runner import Runner
+from fedplat_server.database.clients import ClientRecord
+from fedplat_server.instruments import Instruments
+from fedplat_server.messages import convert, validation
+from fedplat_server.protocols.registry import ServerHalves
+from fedplat_server.rpc.client_access import ClientAccess
+from fedplat_server.rpc.client_models import ClientModels
+from fedplat_server.rpc.handlers import Context
+from fedplat_server.tracing import ids
+
+DRAINING = RetryWindow(1.0, 5.0)
+
+
+class AssignmentMessages:
+    """Makes the messages of new assignments."""
+
+    def __init__(self, runner: Runner, halves: ServerHalves, models: ClientModels, *, is_tracing: bool) -> None:
+        self._coordinator = runner.coordinator
+        self._halves = halves
+        self._models = models
+        self._is_tracing = is_tracing
+
+    async def make(self, command: Assign) -> fleet_pb2.Assignment:
+        """Return the message of an assignment, with the model if it is small."""
+        assignment = AssignmentId(command.key, command.client_id)
+        logs.bind(**logs.assignment_fields(assignment))
+        job = self._coordinator.jobs[command.key.job_id]
+        spec, model = job.spec, await self._models.find_base(job, command.base_version)
+        model_bytes = await self._models.include(job, model, assignment)
+        message = fleet_pb2.Assignment(
+            token=command.token,
+            job_id=job.job_id,
+            job_name=spec.name,
+            round=command.key.round,
+            attempt=command.key.number,
+            model=convert.model_ref(model),
+            config={name: convert.value(scalar) for name, scalar in spec.client_config.items()},
+            training_timeout_s=command.training_timeout_s,
+            upload_timeout_s=command.upload_timeout_s,
+            heartbeat_s=spec.deadlines.heartbeat_s,
+            model_bytes=model_bytes,
+            delta=None if model_bytes else convert.model_delta(model, spec),
+            traceparent=ids.traceparent(assignment, spec.num_wanted) if self._is_tracing else "",
+        )
+        message.MergeFrom(self._halves.of(job, command.kind).make_task(spec))
+        message.MergeFrom(await self._halves.training_of(job.spec).set_up(job, command.key))
+        return message
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckInParts:
+    """The parts that `CheckInService` uses."""
+
+    access: ClientAccess
+    limits: Limits
+    presence: Presence
+    runner: Runner
+    long_polls: LongPolls
+    messages: AssignmentMessages
+    instruments: Instruments
+    draining: asyncio.Event
+    """It is set when the daemon stops: clients get no more assignments."""
+
+
+class CheckInService(fleet_pb2_grpc.FleetServicer):
+    """The method with which a free client waits for an assignment."""
+
+    def __init__(self, parts: CheckInParts) -> None:
+        self._parts = parts
+
+    @override
+    async def CheckIn(self, request: fleet_pb2.CheckInRequest, context: Context) -> fleet_pb2.CheckInResponse:
+        validation.protocol_version(request.protocol_version)
+        client = await self._parts.access.begin_call(context)
+        labels = validation.labels(request.labels, self._parts.limits)
+        trainers = validation.names(request.trainers, "trainer", self._parts.limits)
+        evaluators = validation.names(request.evaluators, "evaluator", self._parts.limits)
+        version = validation.text(request.software_version, 100)
+        client = await self._parts.presence.note(client, labels, version, Offer(trainers, evaluators))
+        response = fleet_pb2.CheckInResponse(protocol_version=wire.PROTOCOL_VERSION, software_version=__version__)
+        if reason := self._refuse_if_draining():
+            response.refusal.CopyFrom(convert.refusal(reason, DRAINING))
+            self._count_check_in(client, reason)
+            return response
+        event = ClientCheckedIn(
+            client_id=client.client_id,
+            population=client.population,
+            labels=labels,
+            trainers=trainers,
+            evaluators=evaluators,
+            codecs=validation.names(request.codecs, "codec", self._parts.limits),
+            algorithms=validation.names(request.algorithms, "algorithm", self._parts.limits),
+            features=validation.names(request.features, "feature", self._parts.limits),
+            session=client.session_number,
+        )
+        wait_s = validation.wait_s(request.wait_s, self._parts.limits)
+        command = await wait_for_work(self._parts.runner, self._parts.long_polls, event, wait_s)
+        assignment = await self._parts.messages.make(command) if isinstance(command, Assign) else None
+        await self._parts.access.require(client)  # it may have been revoked while it waited
+        reason = None
+        if assignment is not None:
+            response.assignment.CopyFrom(assignment)
+        elif reason := self._refuse_if_draining():
+            response.refusal.CopyFrom(convert.refusal(reason, DRAINING))
+        elif isinstance(command, Refuse):
+            reason = command.reason
+            response.refusal.CopyFrom(convert.refusal(reason, command.retry))
+        self._count_check_in(client, reason)
+        return response
+
+    def _refuse_if_draining(self) -> Reason | None:
+        return Reason.DRAINING if self._parts.draining.is_set() else None
+
+    def _count_check_in(self, client: ClientRecord, reason: Reason | None) -> None:
+        instruments = self._parts.instruments
+        if instruments.populations.is_hidden(client.population):
+            return
+        result = "assigned" if reason is None else reason.value.lower()
+        instruments.check_ins.labels(instruments.populations.of(client.population), result).inc()

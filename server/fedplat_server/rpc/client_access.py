@@ -1,0 +1,152 @@
+"""Who calls the Fleet service, and for which assignment. Failed authentications are charged to their networks."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Awaitable
+from typing import Any, TypeVar, cast
+
+from fedplat.rounds import Assignment, JobState
+from fedplat_server import logs
+from fedplat_server.auth import forwarding
+from fedplat_server.auth.addresses import Origins
+from fedplat_server.auth.authentication import Authenticator, ClientCall
+from fedplat_server.auth.certificates import PeerCertificates
+from fedplat_server.auth.client_directory import ClientDirectory
+from fedplat_server.auth.rate_limits import Quotas
+from fedplat_server.auth.tokens import hash_secret
+from fedplat_server.coordination.runner import Runner
+from fedplat_server.database.clients import ClientRecord
+from fedplat_server.database.sql_jobs import JobStore
+from fedplat_server.errors import Code, RefusedError
+from fedplat_server.rpc import interceptor
+from fedplat_server.rpc.handlers import Context
+
+_RENEWAL = "/fedplat.wire.v1.Fleet/RenewCertificate"
+"""Its caller is authenticated by a signature only: a certificate must not be enough to get the next one."""
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClientAccessParts:
+    """The parts that `ClientAccess` uses."""
+
+    authenticator: Authenticator
+    clients: ClientDirectory
+    quotas: Quotas
+    max_calls: int
+    """Calls of one client that may be open at once."""
+    origins: Origins
+    peers: PeerCertificates
+    gateway_secret: str
+    """What proves that a call comes from a gateway of this leader."""
+
+
+class ClientAccess:
+    """Admits the calls of clients."""
+
+    def __init__(self, parts: ClientAccessParts) -> None:
+        self._parts = parts
+
+    async def begin_call(self, context: Context) -> ClientRecord:
+        """Return the calling client, whose call counts as open until it ends. Raises `RefusedError`."""
+        client = await self.charge_failures(self._authenticate(context), context)
+        logs.bind(client=client.client_id)
+        self._parts.quotas.request(client.client_id)
+        end_call = self._parts.clients.begin_call(client.client_id, self._parts.max_calls)
+
+        def on_done(_: object) -> None:
+            end_call()
+
+        context.add_done_callback(cast(Any, on_done))
+        return client
+
+    async def require(self, client: ClientRecord) -> None:
+        """Raise `RefusedError` if a client was revoked while its call waited."""
+        await self._parts.clients.find(client.client_id)
+
+    async def read_claim(self, method: str, context: Context) -> str:
+        """Return the client that a call claims to be. Raises `RefusedError`, before a message is read, without one."""
+        return await self.charge_failures(self._read_claim(method, context), context)
+
+    def network_of(self, context: Context) -> str:
+        """Return the network of a caller."""
+        return self._parts.origins.of(context).network
+
+    async def charge_failures(self, proof: Awaitable[_T], context: Context) -> _T:
+        """Await the authentication of a call; charge a failure to its network."""
+        try:
+            return await proof
+        except RefusedError as exc:
+            # After a restart a whole fleet, perhaps at one address, calls with sessions that are gone. This refusal
+            # costs no more than refusing for lack of tokens would, and opening a new session is counted.
+            if exc.code is not Code.SESSION_UNKNOWN:
+                self._parts.quotas.charge_anonymous(self.network_of(context))
+            raise
+
+    async def refund_proven(self, proof: Awaitable[_T], context: Context) -> _T:
+        """Await a proof; then refund its network the cost of the challenge. Charge the network again if it fails."""
+        response = await self.charge_failures(proof, context)
+        self._parts.quotas.refund_anonymous(self.network_of(context))
+        return response
+
+    async def _read_claim(self, method: str, context: Context) -> str:
+        certified = "" if method == _RENEWAL else self._by_certificate(context)
+        return self._parts.authenticator.read_claim(current_call(certified))
+
+    async def _authenticate(self, context: Context) -> ClientRecord:
+        return await self._parts.authenticator.authenticate(current_call(self._by_certificate(context)))
+
+    def _by_certificate(self, context: Context) -> str:
+        incoming = interceptor.INCOMING.get()
+        if incoming.certified is None:
+            forwarded = forwarding.read(incoming.metadata.items(), self._parts.gateway_secret)
+            certified = forwarded.client if forwarded is not None else self._parts.peers.client_of(context)
+            incoming.certified = certified
+        return incoming.certified
+
+
+class AssignmentFinder:
+    """Finds assignments and their jobs."""
+
+    def __init__(self, runner: Runner, store: JobStore) -> None:
+        self._coordinator = runner.coordinator
+        self._store = store
+
+    async def find(self, client: ClientRecord, token: str) -> Assignment | None:
+        """Return the assignment of a token, however old; None if it is not this client's."""
+        found = await self._look_up(client, token)
+        if found is not None:
+            logs.bind(**logs.assignment_fields(found.id))
+        return found
+
+    async def find_busy(self, client: ClientRecord, token: str) -> Assignment:
+        """Return the assignment of a token on which its client works. Raises `RefusedError`."""
+        assignment = await self.find(client, token)
+        if assignment is None:
+            raise RefusedError(Code.STALE_ASSIGNMENT)
+        if not assignment.is_busy:
+            raise RefusedError(Code.STALE_ASSIGNMENT, assignment.reason or assignment.state)
+        return assignment
+
+    def job_of(self, assignment: Assignment) -> JobState:
+        """Return the coordinator's state of an assignment's job."""
+        return self._coordinator.jobs[assignment.key.job_id]
+
+    async def _look_up(self, client: ClientRecord, token: str) -> Assignment | None:
+        token_hash = hash_secret(token)
+        key = self._coordinator.assignment_of(client.client_id)
+        current = self._coordinator.find(key, client.client_id) if key is not None else None
+        if current is not None and secrets.compare_digest(current.token_hash, token_hash):
+            return current
+        stored = await self._store.find_assignment(token_hash)
+        if stored is None or stored.client_id != client.client_id:
+            return None
+        return self._coordinator.find(*stored.id) or stored
+
+
+def current_call(certified: str = "") -> ClientCall:
+    """Return the unauthenticated call that this task serves."""
+    incoming = interceptor.INCOMING.get()
+    return ClientCall(incoming.method, incoming.metadata, incoming.request, certified)
