@@ -134,7 +134,7 @@ def copy_pages() -> None:
     """Copy docs/, the README and the changes, then what they link to, and what this links to."""
     shutil.rmtree(COPIES, ignore_errors=True)
     shutil.copytree(DOCS, COPIES, ignore=shutil.ignore_patterns("site", "*.md"))
-    pending = [*MOVED, *sorted(path.relative_to(ROOT).as_posix() for path in DOCS.glob("*.md"))]
+    pending = [*MOVED, *sorted(path.relative_to(ROOT).as_posix() for path in DOCS.rglob("*.md"))]
     seen = set(pending)
 
     def on_link(path: str) -> None:

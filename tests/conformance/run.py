@@ -115,7 +115,7 @@ def make_table(outcomes: Sequence[Outcome], commit: str) -> str:
     lines = [
         f"{count} of {len(outcomes)} apps run, with `flwr` {version} and the apps of commit `{commit[:12]}`:",
         "",
-        "| app | runs | after a crash | clients and exchanges, or why it does not run |",
+        "| app | runs | after a crash | clients and messages, or why it does not run |",
         "|---|---|---|---|",
     ]
     for each in outcomes:

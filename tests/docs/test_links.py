@@ -59,13 +59,15 @@ def test_links_lead_somewhere(name: str) -> None:
 def test_the_navigation_has_every_page() -> None:
     named = paths_of(configuration()["nav"])
     assert len(named) == len(set(named)), "mkdocs.yml, nav: a page is named twice"
-    missing = {path.name for path in (ROOT / "docs").glob("*.md")} - set(named)
+    docs = ROOT / "docs"
+    missing = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")} - set(named)
     assert not missing, (
         f"add these pages to `nav` in mkdocs.yml, below the readers that they are for: {sorted(missing)}"
     )
 
 
 def test_every_page_is_on_the_index() -> None:
-    index = (ROOT / "docs" / "index.md").read_text()
-    missing = [name for path in (ROOT / "docs").glob("*.md") if f"]({(name := path.name)}" not in index]
+    docs = ROOT / "docs"
+    index, names = (docs / "index.md").read_text(), [path.relative_to(docs).as_posix() for path in docs.rglob("*.md")]
+    missing = [name for name in names if f"]({name}" not in index]
     assert missing == ["index.md"], f"add these pages to docs/index.md: {sorted({*missing} - {'index.md'})}"

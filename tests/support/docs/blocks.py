@@ -101,7 +101,7 @@ class Block:
 
 def pages() -> list[str]:
     """Names all pages whose blocks are tested."""
-    found = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    found = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
     return sorted(path.relative_to(ROOT).as_posix() for path in found)
 
 
