@@ -39,7 +39,7 @@ from fedplat.pytorch.training import (
     Trainee,
     check_examples,
 )
-from fedplat.pytorch.training.losses import make_loss
+from fedplat.pytorch.training.learner import make_loss
 from fedplat.pytorch.training.stepper import StepAlgorithm, Stepper
 from processes import FailedError
 

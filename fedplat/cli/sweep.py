@@ -20,8 +20,7 @@ from fedplat.config.toml_text import format_toml
 from fedplat.errors import MissingExtraError
 from fedplat.simulation.run_folder import CHECKPOINT_S
 from fedplat.sweep import SweepFile, SweepResult, SweepRow, plan
-from fedplat.sweep.api import default_folder
-from fedplat.sweep.runner import WorkerOptions, num_processes
+from fedplat.sweep.runner import WorkerOptions, default_folder, num_processes
 
 
 def sweep(  # noqa: PLR0913 - a command's parameters are its options

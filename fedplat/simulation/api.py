@@ -29,12 +29,11 @@ from fedplat.simulation.engines.registry import AutoOptions
 from fedplat.simulation.protocols.registry import runs_protocol
 from fedplat.simulation.recording import folder as folders
 from fedplat.simulation.recording.result import AttemptResult, Result, describe_end
-from fedplat.simulation.report import frames, page, plots, table
+from fedplat.simulation.report import notebook, plots, summary
 from fedplat.simulation.report.comparison import Comparison, compare_results
 from fedplat.simulation.report.progress import ProgressEstimate, ShowProgress, show_bar
-from fedplat.simulation.report.secure import SecureSummary, summarize_costs
 from fedplat.simulation.report.statistics import CONFIDENCE
-from fedplat.simulation.report.summary import Series, Summary, series, summarize
+from fedplat.simulation.report.summary import SecureSummary, Series, Summary, series, summarize, summarize_costs
 from fedplat.simulation.run import run as play
 from fedplat.simulation.run_folder import Observer, RunFolderOptions, open_run_folder, remove_journal
 from fedplat.simulation.scenario import file as files
@@ -118,11 +117,11 @@ class Run:
         return json.dumps(self.to_dict(), indent=2, allow_nan=False, default=folders.describe) + "\n"
 
     def to_pandas(self) -> DataFrame:
-        """Return one row for each committed round; `frames.list_rounds` describes the columns.
+        """Return one row for each committed round; `notebook.list_rounds` describes the columns.
 
         Raises `MissingExtraError` without pandas.
         """
-        return frames.to_frame(frames.list_rounds(self.result))
+        return notebook.to_frame(notebook.list_rounds(self.result))
 
     def plot(self, name: PlotName = "accuracy") -> Figure:
         """Return a plot as a figure, which a notebook shows.
@@ -143,10 +142,10 @@ class Run:
     def describe(self) -> dict[str, str]:
         """Return the most important numbers as texts by name, as `fedplat simulate` prints them."""
         computed = f"in {texts.duration(self.computed.wall_s)}, {self.computed.updates_per_s:.3g} client updates/s"
-        return table.describe(self.result, self.summary, self.privacy, self.secure) | {"computed": computed}
+        return summary.describe(self.result, self.summary, self.privacy, self.secure) | {"computed": computed}
 
     def __str__(self) -> str:
-        return table.format_lines({"job": f"{self.result.job}, seed {self.result.seed}"} | self.describe())
+        return summary.format_lines({"job": f"{self.result.job}, seed {self.result.seed}"} | self.describe())
 
     def __repr__(self) -> str:
         result, last = self.result, self.summary.last
@@ -154,7 +153,7 @@ class Run:
         return f"<Run of {result.job}, seed {result.seed}: {result.status}, {result.totals.rounds} rounds{score}>"
 
     def _repr_html_(self) -> str:
-        return page.format_run(self.result, self.summary)
+        return notebook.format_run(self.result, self.summary)
 
     def save(self, folder: Path) -> None:
         """Write `results.json`, the participation of every client, and the model to a folder."""

@@ -28,7 +28,7 @@ from fedplat.simulation.protocols.registry import kind_of
 from fedplat.simulation.recording.replay_log import ReplayLog
 from fedplat.simulation.recording.result import Result
 from fedplat.simulation.recording.statistics import Observer, RunStatistics, count_staleness, measure_groups
-from fedplat.simulation.scenario import unsupported
+from fedplat.simulation.scenario import feasible
 from fedplat.simulation.secure.sums import setup_of
 
 
@@ -57,7 +57,7 @@ def run(simulation: Simulation, hooks: Hooks = Hooks()) -> Result:
     """
     spec, fleet, engine = simulation.spec, simulation.fleet, simulation.engine
     kind = kind_of(spec)
-    unsupported.check(spec)
+    feasible.check_supported(spec)
     kind.check(spec, fleet, simulation.links)
     with contextlib.ExitStack() as stack:
         training: TrainingModel

@@ -23,7 +23,7 @@ from fedplat.simulation.engines.interface import Engine
 from fedplat.simulation.engines.registry import RayOptions, open_engine
 from fedplat.simulation.engines.tasks import ClientTraining
 from fedplat.simulation.run import Simulation
-from fedplat.simulation.scenario import feasible, unsupported
+from fedplat.simulation.scenario import feasible
 from fedplat.simulation.scenario.building import build_learner, make_initial
 from fedplat.simulation.scenario.file import SimulationFile
 from fedplat.simulation.scenario.objects import OF_LEARNER
@@ -68,7 +68,7 @@ def prepare(
     `data` and `learner` replace the file's data and model; the file's partition divides a `Dataset`. Raises
     `JobFileError`, `DataError`, `MissingExtraError`.
     """
-    unsupported.check(file.job)
+    feasible.check_supported(file.job)
     options = file.simulation
     if isinstance(data, Dataset):
         data = divide(data, options.partition, options.seed)
@@ -82,7 +82,7 @@ def prepare(
     clients_data = data if data is not None else load_data(file, on_progress)
     num_clients = clients_data.num_clients if clients_data is not None else 0
     fleet = build_fleet(options.fleet, options.seed, num_clients, file.folder)
-    if warning := feasible.check(file.job, fleet):
+    if warning := feasible.check_feasible(file.job, fleet):
         on_progress(f"warning: {warning}")
     if clients_data is not None:
         clients_data = _hold_out(file, clients_data)

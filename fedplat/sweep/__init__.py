@@ -7,10 +7,9 @@ keeps them.
 
 from __future__ import annotations
 
-from fedplat.sweep.api import run
 from fedplat.sweep.file import SweepFile, read
 from fedplat.sweep.result import SweepResult
-from fedplat.sweep.runner import StepProgress
+from fedplat.sweep.runner import StepProgress, run
 from fedplat.sweep.table import SweepRow
 
 __all__ = ["StepProgress", "SweepFile", "SweepResult", "SweepRow", "read", "run"]

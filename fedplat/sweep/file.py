@@ -17,14 +17,13 @@ from fedplat.extras import install_command
 from fedplat.local_options import LocalOptions
 from fedplat.metrics import is_smaller_better
 from fedplat.simulation.engines.registry import RayOptions
-from fedplat.simulation.scenario import feasible, unsupported
+from fedplat.simulation.scenario import feasible
 from fedplat.simulation.scenario import file as files
 from fedplat.simulation.scenario.file import SimulationFile
-from fedplat.simulation.scenario.learners import ModelOptions
+from fedplat.simulation.scenario.options import ModelOptions
 from fedplat.sweep import plan, search
-from fedplat.sweep.options import IntegerRange, Stopping, SweepOptions
 from fedplat.sweep.outcome import VIRTUAL_S, Objective
-from fedplat.sweep.plan import Configuration
+from fedplat.sweep.plan import Configuration, IntegerRange, Stopping, SweepOptions
 
 _CONFIG = "config."
 _ENGINE = "simulation.engine"
@@ -102,7 +101,7 @@ class SweepFile:
         if changes not in self._parsed:
             try:
                 self._parsed[changes] = files.parse(self.base_text, self.folder, changes)
-                unsupported.check(self._parsed[changes].job)
+                feasible.check_supported(self._parsed[changes].job)
                 feasible.check_file(self._parsed[changes])
             except JobFileError as exc:
                 raise self._error(configuration, str(exc)) from exc

@@ -1,4 +1,4 @@
-"""The configurations of a sweep: the product of its points, zipped lists and grid. Nothing here reads or runs anything.
+"""The records of a sweep file, and the configurations that follow from them.
 
 >>> options = SweepOptions(base="a.toml", grid={"config.epochs": [1, 2]}, zip={"rounds": [5, 9], "name": ["a", "b"]})
 >>> [configuration.values for configuration in expand(options)][:2]
@@ -11,10 +11,11 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
 
 from fedplat.config.toml_text import format_toml
-from fedplat.sweep.options import SweepOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,3 +78,156 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
 def describe(values: Mapping[str, Any], names: Mapping[str, str]) -> str:
     """Return values in one line, such as `learning_rate=0.1, epochs=2`."""
     return ", ".join(f"{names[key]}={format_toml(value)}" for key, value in values.items())
+
+
+MAX_KEYS = 20
+MAX_VALUES = 1000
+MAX_RUNS = 100_000
+
+Count = Annotated[int, Meta(ge=1, le=1_000_000)]
+Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Values = Annotated[list[Any], Meta(min_length=1, max_length=MAX_VALUES)]
+Bound = Annotated[float, Meta(ge=-1e30, le=1e30)]
+Rungs = Annotated[list[Count], Meta(min_length=1, max_length=100)]
+
+
+class FloatRange(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="float"):
+    """Numbers between `low` and `high`."""
+
+    low: Bound
+    high: Bound
+
+    def __post_init__(self) -> None:
+        _check_order(self.low, self.high)
+
+
+class LogRange(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="log"):
+    """Numbers between `low` and `high`, both above 0, whose logarithms are sampled."""
+
+    low: Annotated[float, Meta(gt=0.0, le=1e30)]
+    high: Annotated[float, Meta(gt=0.0, le=1e30)]
+
+    def __post_init__(self) -> None:
+        _check_order(self.low, self.high)
+
+
+class IntegerRange(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="int"):
+    """Whole numbers `low`, `low + step` and so on, up to `high`."""
+
+    low: Annotated[int, Meta(ge=-(2**53), le=2**53)]
+    high: Annotated[int, Meta(ge=-(2**53), le=2**53)]
+    step: Count = 1
+
+    def __post_init__(self) -> None:
+        _check_order(self.low, self.high)
+
+
+class Choices(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="categorical"):
+    """One of `values`, which have no order."""
+
+    values: Annotated[list[str | int | float | bool], Meta(min_length=1, max_length=MAX_VALUES)]
+
+
+Range = FloatRange | LogRange | IntegerRange | Choices
+
+
+class SearchOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """The table `[search]`: configurations that Optuna chooses, given the results of earlier ones.
+
+    `batch` configurations are chosen at a time, so at most `batch` × seeds runs are computed in parallel; the choice
+    depends on this number and never on the number of processes. `seed` determines the sampler's random numbers.
+    """
+
+    trials: Annotated[int, Meta(ge=1, le=10_000)]
+    parameters: dict[str, Range]
+    batch: Annotated[int, Meta(ge=1, le=1000)] = 4
+    sampler: Literal["tpe", "random"] = "tpe"
+    seed: Annotated[int, Meta(ge=0, le=2**32 - 1)] = 0
+
+
+class MedianStopping(Struct, frozen=True, forbid_unknown_fields=True, tag_field="rule", tag="median"):
+    """After each of `rounds`, stop configurations that are worse than the median of all that have reached this round.
+
+    No configuration is stopped before `min_configurations` have reached the round. This is the median rule of Golovin
+    et al. 2017 (Google Vizier, section 3.2.2), with the score at that round.
+    """
+
+    rounds: Rungs
+    min_configurations: Annotated[int, Meta(ge=2, le=MAX_RUNS)] = 3
+
+    def __post_init__(self) -> None:
+        _check_rungs(self.rounds)
+
+
+class SuccessiveHalving(Struct, frozen=True, forbid_unknown_fields=True, tag_field="rule", tag="halving"):
+    """After each of `rounds`, continue with the best fraction `keep` of the configurations, rounded up.
+
+    Jamieson and Talwalkar 2016, algorithm 1, with explicit rounds. In a search the rule applies to each batch.
+    """
+
+    rounds: Rungs
+    keep: Annotated[float, Meta(gt=0.0, lt=1.0)] = 0.5
+
+    def __post_init__(self) -> None:
+        _check_rungs(self.rounds)
+
+
+Stopping = MedianStopping | SuccessiveHalving
+
+
+class SweepOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """A sweep file. Keys of the base file are dotted, as in `fedplat simulate --set`.
+
+    The configurations are the product of `points` (explicit configurations), `zip` (lists of equal length, whose
+    elements belong together) and `grid` (all combinations), or they come from `search`. Each is simulated with all
+    `seeds` (by default that of the base file). `metric` is by default the base file's `simulation.target_metric`;
+    "virtual_s" stands for the virtual seconds of the job. A run's score is the metric's `last` or `best` value.
+    """
+
+    base: Annotated[str, Meta(min_length=1, max_length=4096)]
+    seeds: Annotated[list[Seed], Meta(max_length=MAX_VALUES)] = []
+    metric: Annotated[str, Meta(max_length=200)] = ""
+    direction: Literal["", "maximize", "minimize"] = ""
+    score: Literal["last", "best"] = "last"
+    max_runs: Annotated[int, Meta(ge=1, le=MAX_RUNS)] = 1000
+    grid: dict[str, Values] = {}
+    zip: dict[str, Values] = {}
+    points: Annotated[list[dict[str, Any]], Meta(max_length=MAX_VALUES)] = []
+    search: SearchOptions | None = None
+    stopping: Stopping | None = None
+
+    def __post_init__(self) -> None:
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError("seeds: expected each seed once")
+        lengths = {key: len(values) for key, values in self.zip.items()}
+        if len(set(lengths.values())) > 1:
+            found = ", ".join(f'"{key}" has {length}' for key, length in lengths.items())
+            raise ValueError(f"zip: expected lists of equal length; {found}")
+        named = [*self.grid, *self.zip, *{key for point in self.points for key in point}]
+        if self.search is not None:
+            if named or self.points:
+                raise ValueError(
+                    "search: expected no grid, zip or points beside it; make their values parameters of the kind "
+                    '"categorical"'
+                )
+            named = list(self.search.parameters)
+        if not named:
+            raise ValueError("grid: missing; expected a table [grid], [zip] or [search], or tables [[points]]")
+        if len(named) > MAX_KEYS:
+            raise ValueError(f"grid: {len(named)} keys differ between configurations; expected at most {MAX_KEYS}")
+        if twice := sorted({key for key in named if named.count(key) > 1}):
+            raise ValueError(f'grid: "{twice[0]}" is also in another table; expected each key in one of them')
+        if any(point.keys() != self.points[0].keys() for point in self.points):
+            raise ValueError("points: expected the same keys in each point")
+        if "simulation.seed" in named:
+            raise ValueError('grid: "simulation.seed": expected the seeds in the list `seeds`')
+
+
+def _check_order(low: float, high: float) -> None:
+    if not low < high:
+        raise ValueError(f"low = {low:g}: expected a number below high = {high:g}")
+
+
+def _check_rungs(rounds: list[int]) -> None:
+    if any(later <= earlier for earlier, later in itertools.pairwise(rounds)):
+        raise ValueError(f"rounds = {rounds}: expected rounds in ascending order, each once")

@@ -1,4 +1,7 @@
-"""Worker processes of a sweep. They are kept for all its runs: each imports PyTorch and loads the data once."""
+"""The workers of a sweep: processes of this machine, or actors of a Ray cluster (extra "ray").
+
+All machines need the same packages, and the sweep's files and its output folder at the same path.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,24 @@ import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from typing_extensions import override
 
 from fedplat.errors import DataError, EngineError, FedplatError
-from fedplat.sweep import messages
-from fedplat.sweep.messages import DoneReply, FailureReply, StepRequest, WorkerReply, WorkerSetup
+from fedplat.simulation.engines.ray.cluster import Cluster
+from fedplat.sweep.worker import (
+    DoneReply,
+    FailureReply,
+    StepRequest,
+    SweepWorker,
+    WorkerReply,
+    WorkerSetup,
+    decode_reply,
+    decode_request,
+    decode_setup,
+    encode_line,
+)
 
 _READ_BYTES = 1 << 16
 
@@ -56,11 +71,11 @@ class _Worker:
             bufsize=0,
             process_group=0,
         )
-        self._write(messages.encode_line(setup))
+        self._write(encode_line(setup))
 
     def send(self, request: StepRequest) -> None:
         self.request = request
-        self._write(messages.encode_line(request))
+        self._write(encode_line(request))
 
     def receive(self) -> list[WorkerReply]:
         """Return the replies that have arrived. Raises `EngineError` if the process has ended."""
@@ -69,7 +84,7 @@ class _Worker:
         if not content:
             raise EngineError(self._describe_exit())
         *lines, self._rest = (self._rest + content).split(b"\n")
-        return [messages.decode_reply(line) for line in lines]
+        return [decode_reply(line) for line in lines]
 
     def close(self) -> None:
         for stream in (self.process.stdin, self.process.stdout):
@@ -142,3 +157,66 @@ def check_reply(request: StepRequest, reply: WorkerReply) -> None:
     if isinstance(reply, FailureReply):
         kind: type[FedplatError] = DataError if reply.is_usage else EngineError
         raise kind(f"the run {request.folder} ({', '.join(request.changes)}): {reply.text}")
+
+
+class RayPool(SweepPool):
+    """Ray actors; 0 stands for one for each core of the cluster. They report only the ends of runs.
+
+    RAY_ADDRESS names the cluster; without it, a local cluster is started. Raises `MissingExtraError` without Ray, and
+    `EngineError` if the cluster does not answer.
+    """
+
+    def __init__(self, num_workers: int, setup: WorkerSetup) -> None:
+        self._num_workers, self._setup = num_workers, encode_line(setup)
+        self._cluster: Cluster | None = None
+        self._actors: list[Any] = []
+
+    @override
+    def compute(self, requests: Sequence[StepRequest]) -> Iterator[tuple[StepRequest, WorkerReply]]:
+        if not requests:
+            return
+        cluster = self._start(len(requests))
+        ray, waiting = cluster.ray, collections.deque(requests)
+        idle, sent = list(self._actors), dict[Any, tuple[StepRequest, Any]]()
+        while waiting or sent:
+            while idle and waiting:
+                request, actor = waiting.popleft(), idle.pop()
+                sent[actor.run.remote(encode_line(request))] = request, actor
+            (reference,), _ = ray.wait(list(sent), num_returns=1)
+            request, actor = sent.pop(reference)
+            try:
+                reply = decode_reply(ray.get(reference))
+            except ray.exceptions.RayError as exc:
+                raise EngineError(
+                    f"the Ray actor of the run {request.folder} was lost ({type(exc).__name__}); it probably ran out "
+                    "of memory, or its machine failed; the same command continues the sweep"
+                ) from exc
+            check_reply(request, reply)
+            idle.append(actor)
+            yield request, reply
+
+    @override
+    def close(self) -> None:
+        if self._cluster is not None:
+            for actor in self._actors:
+                self._cluster.ray.kill(actor)
+            self._actors.clear()
+            self._cluster.leave()
+            self._cluster = None
+
+    def _start(self, num_requests: int) -> Cluster:
+        cluster = self._cluster = self._cluster or Cluster(self._num_workers, 0)
+        make = cluster.ray.remote(_SweepActor).options(num_cpus=1, scheduling_strategy="SPREAD")
+        while len(self._actors) < min(cluster.num_workers, num_requests):
+            self._actors.append(make.remote(self._setup, list(sys.path)))
+        return cluster
+
+
+class _SweepActor:
+    def __init__(self, setup: bytes, path: Sequence[str]) -> None:
+        sys.path += [entry for entry in path if entry not in sys.path]  # where the user's modules are
+        self._worker = SweepWorker(decode_setup(setup))
+
+    def run(self, request: bytes) -> bytes:
+        reply = self._worker.run(decode_request(request), lambda report: None)
+        return encode_line(reply)

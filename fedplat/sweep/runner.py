@@ -12,14 +12,16 @@ from msgspec import Struct
 from fedplat.errors import DataError
 from fedplat.simulation.engines.registry import ProcessesOptions
 from fedplat.simulation.run_folder import CHECKPOINT_S
+from fedplat.sweep import file as files
 from fedplat.sweep.file import SweepFile
-from fedplat.sweep.messages import DoneReply, RoundReply, StepRequest, WorkerSetup
 from fedplat.sweep.outcome import Outcome
 from fedplat.sweep.plan import Configuration
 from fedplat.sweep.pool import ProcessPool, SweepPool
+from fedplat.sweep.result import SweepResult
 from fedplat.sweep.schedule import ChooseBatch, Evaluated, RunKey, RunStep, once, schedule
 from fedplat.sweep.search import TrialChooser
 from fedplat.sweep.store import SweepFolder, open_folder
+from fedplat.sweep.worker import DoneReply, RoundReply, StepRequest, WorkerSetup
 
 
 class WorkerOptions(Struct, frozen=True, kw_only=True):
@@ -176,6 +178,39 @@ def _open_pool(file: SweepFile, store: SweepFolder, options: WorkerOptions) -> S
     )
     if not options.ray:
         return ProcessPool(num_processes(file, options), setup)
-    from fedplat.sweep.ray import RayPool
+    from fedplat.sweep.pool import RayPool
 
     return RayPool(options.jobs, setup)
+
+
+FOLDER = Path("sweeps")
+"""The folder of the output folders of sweeps, by default."""
+
+
+def run(
+    file: str | Path | SweepFile,
+    output: str | Path | None = None,
+    *,
+    jobs: int = 0,
+    ray: bool = False,
+    checkpoint_s: float = CHECKPOINT_S,
+    observe: Observe = lambda progress: None,
+) -> SweepResult:
+    """Compute a sweep, or continue the one in the output folder (by default `sweeps/NAME`), and write its results.
+
+    Runs are computed by `jobs` processes, or with `ray` by actors (0: one for each core), and write a checkpoint every
+    `checkpoint_s` seconds. `observe` is called with the progress of runs. Raises `JobFileError`, `DataError`,
+    `EngineError` and `MissingExtraError`; after any error, the same call continues the sweep.
+    """
+    if not isinstance(file, SweepFile):
+        file = files.read(Path(file))
+    folder = Path(output) if output is not None else default_folder(file)
+    options = WorkerOptions(jobs=jobs, ray=ray, checkpoint_s=checkpoint_s)
+    result = SweepResult.from_evaluated(file, compute(file, folder, options, observe), folder)
+    result.save()
+    return result
+
+
+def default_folder(file: SweepFile) -> Path:
+    """Return the output folder of a sweep if none is named."""
+    return FOLDER / file.path.stem

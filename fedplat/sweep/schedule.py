@@ -3,19 +3,21 @@
 `schedule` is a generator: it yields the steps of a stage, receives their outcomes, and decides what follows. It does
 no work itself, so a sweep that starts again repeats its decisions from stored outcomes and continues where it ended.
 All decisions are made when every step of a stage has ended: they do not depend on the order or the time of the runs.
+
+The decision depends only on scores at that round, never on the time or the order in which runs were computed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import statistics
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from fedplat.simulation.report.statistics import mean_interval
-from fedplat.sweep.options import Stopping
 from fedplat.sweep.outcome import Objective, Outcome
-from fedplat.sweep.plan import Configuration
-from fedplat.sweep.rungs import choose_stopped
+from fedplat.sweep.plan import Configuration, MedianStopping, Stopping, SuccessiveHalving
 
 
 class RunKey(NamedTuple):
@@ -105,3 +107,28 @@ def mean_score(outcomes: Iterable[Outcome], objective: Objective, until: int) ->
 
 def _select(found: Outcomes, configuration: Configuration, seeds: Sequence[int]) -> dict[int, Outcome]:
     return {seed: found[RunKey(configuration.number, seed)] for seed in seeds}
+
+
+def choose_stopped(stopping: Stopping, scores: Mapping[int, float], earlier: Sequence[float] = ()) -> set[int]:
+    """Return the numbers of the configurations to stop.
+
+    `scores` are larger for better configurations, and -inf for those without a finite metric; `earlier` are the scores
+    of configurations of earlier batches at the same rung. At least one configuration continues. Of equal ones, those
+    with the smallest numbers are the better ones.
+
+    >>> choose_stopped(SuccessiveHalving(rounds=[5]), {1: 0.3, 2: 0.9, 3: 0.5})
+    {1}
+    >>> choose_stopped(MedianStopping(rounds=[5]), {1: 0.3, 2: 0.9, 3: 0.5})
+    {1}
+    """
+    best_first = sorted(scores, key=lambda number: (-scores[number], number))
+    match stopping:
+        case SuccessiveHalving():
+            # Rounded first: 0.7 * 10 is slightly more than 7 in floating point.
+            return set(best_first[max(1, math.ceil(round(stopping.keep * len(scores), 9))) :])
+        case MedianStopping():
+            known = [*earlier, *scores.values()]
+            if len(known) < stopping.min_configurations:
+                return set()
+            median = statistics.median(known)
+            return {number for number in best_first[1:] if scores[number] < median}

@@ -13,9 +13,8 @@ from typing import Any
 
 from fedplat.errors import MissingExtraError
 from fedplat.extras import install_command
-from fedplat.sweep.options import Choices, FloatRange, IntegerRange, LogRange, Range, SearchOptions
 from fedplat.sweep.outcome import Objective
-from fedplat.sweep.plan import Configuration
+from fedplat.sweep.plan import Choices, Configuration, FloatRange, IntegerRange, LogRange, Range, SearchOptions
 from fedplat.sweep.schedule import Evaluated
 
 MAX_STARTUP = 10

@@ -12,9 +12,7 @@ import signal
 import sys
 from typing import BinaryIO
 
-from fedplat.sweep import messages
-from fedplat.sweep.messages import WorkerReply
-from fedplat.sweep.worker import SweepWorker
+from fedplat.sweep.worker import SweepWorker, WorkerReply, decode_request, decode_setup, encode_line
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -25,14 +23,14 @@ def main() -> None:
     # User code may print: what it writes to stdout goes to stderr, and only replies to the sweep.
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
-    worker = SweepWorker(messages.decode_setup(sys.stdin.buffer.readline()))
+    worker = SweepWorker(decode_setup(sys.stdin.buffer.readline()))
     send = functools.partial(_send, replies)
     while line := sys.stdin.buffer.readline():
-        send(worker.run(messages.decode_request(line), send))
+        send(worker.run(decode_request(line), send))
 
 
 def _send(stream: BinaryIO, reply: WorkerReply) -> None:
-    stream.write(messages.encode_line(reply))
+    stream.write(encode_line(reply))
 
 
 def _end_with_parent() -> None:

@@ -18,8 +18,7 @@ import torch
 import llama
 import plays
 from fedplat.errors import DataError
-from fedplat.pytorch.parallel.plan import find_plan
-from fedplat.pytorch.parallel.stages import split_stages
+from fedplat.pytorch.parallel.plan import find_plan, split_stages
 from support.model_parallel import llama_example
 from support.ranks.group import Zygote
 

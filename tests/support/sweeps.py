@@ -7,12 +7,11 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from fedplat.sweep.messages import DoneReply, StepRequest, WorkerReply
-from fedplat.sweep.options import Stopping
 from fedplat.sweep.outcome import Objective, Outcome
-from fedplat.sweep.plan import Configuration
+from fedplat.sweep.plan import Configuration, Stopping
 from fedplat.sweep.pool import SweepPool
 from fedplat.sweep.schedule import ChooseBatch, Evaluated, RunKey, RunStep, schedule
+from fedplat.sweep.worker import DoneReply, StepRequest, WorkerReply
 
 BASE = """\
 # equal clients

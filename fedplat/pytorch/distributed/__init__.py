@@ -14,11 +14,18 @@ from fedplat.extras import install_command
 
 try:
     from fedplat.pytorch.distributed.exchange import Transport, make_vectors
-    from fedplat.pytorch.distributed.group import COLLECTIVE_S, Backend, Ranks, check_mpi, join_group, make_file_store
+    from fedplat.pytorch.distributed.group import (
+        COLLECTIVE_S,
+        STEP_BYTES,
+        Backend,
+        Ranks,
+        check_mpi,
+        join_group,
+        make_file_store,
+        work_in_steps,
+    )
     from fedplat.pytorch.distributed.launchers import LaunchedRank, find_rank, open_store
-    from fedplat.pytorch.distributed.layout import VectorLayout
-    from fedplat.pytorch.distributed.steps import STEP_BYTES, work_in_steps
-    from fedplat.pytorch.distributed.vectors import Vectors
+    from fedplat.pytorch.distributed.vectors import VectorLayout, Vectors
 except ImportError as exc:
     raise MissingExtraError(
         "the server's own accelerators need PyTorch, which is not installed; install it with: "

@@ -1,4 +1,4 @@
-"""The group of ranks: its members, the device of each, and small messages between them."""
+"""The group of ranks: its members, the device of each, small messages, and long work for which others wait."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import functools
 import gc
 import hashlib
 import hmac
+import logging
 import os
 import secrets
 import sys
 import traceback
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -21,6 +22,8 @@ import numpy.typing as npt
 import torch
 from torch import distributed
 
+from fedplat import texts
+from fedplat.errors import TrainingError
 from fedplat.pytorch.distributed import launchers
 
 Backend: TypeAlias = Literal["auto", "gloo", "nccl", "mpi"]
@@ -279,3 +282,27 @@ def _exchange(ranks: Ranks, contents: dict[int, bytes], tag: int) -> dict[int, b
         assert work is not None
         work.wait(datetime.timedelta(seconds=PROOF_S))
     return {peer: content.numpy().tobytes() for peer, content in received.items()}
+
+
+STEP_BYTES = 64 << 20
+"""About how many bytes a step reads or writes: even a slow disk needs much less time than a collective may take."""
+_logger = logging.getLogger(__name__)
+
+
+def work_in_steps(ranks: Ranks, steps: Iterator[object], what: str) -> None:
+    """Do work that may take longer than a collective in steps, after each of which all ranks meet.
+
+    All ranks call it, with the same number of steps; those that wait for others have empty ones. If a step raises
+    `OSError` on any rank, all ranks raise `TrainingError`; `what` names the result in errors.
+    """
+    is_done = False
+    while not is_done:
+        text = ""
+        try:
+            is_done = next(steps, ranks) is ranks
+        except OSError as exc:
+            _logger.exception("On this rank %s cannot be used.", what)
+            text = texts.describe(exc)
+        for rank, error in enumerate(ranks.all_gather(text.encode())):
+            if error:
+                raise TrainingError(f"{what} cannot be used on rank {rank}: {error.decode()}")

@@ -20,8 +20,7 @@ from typing_extensions import override
 from fedplat.config.decoding import prepare_type
 from fedplat.model import BLOCK, WINDOW, Vector
 from fedplat.pytorch.distributed.group import Ranks
-from fedplat.pytorch.distributed.layout import VectorLayout
-from fedplat.pytorch.distributed.vectors import Vectors, split_columns
+from fedplat.pytorch.distributed.vectors import VectorLayout, Vectors, split_columns
 
 PAGE_ENTRIES = mmap.PAGESIZE // 4
 """Entries of a page; each vector starts on a page boundary."""

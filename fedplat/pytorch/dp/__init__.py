@@ -12,9 +12,8 @@ from fedplat.extras import install_command
 
 try:
     from fedplat.pytorch.dp.accounting import RecordedLedger, epsilon
-    from fedplat.pytorch.dp.clipping import Clipper, Clipping, clipping
-    from fedplat.pytorch.dp.noise import StepNoise, make_noise
-    from fedplat.pytorch.dp.validation import check
+    from fedplat.pytorch.dp.clipping import Clipper, Clipping, StepNoise, clipping, make_noise
+    from fedplat.pytorch.dp.clipping import check_model as check
 except ImportError as exc:
     raise MissingExtraError(
         "example-level privacy (config.dp) needs Opacus, which is not installed; install it with: "

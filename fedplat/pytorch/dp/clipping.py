@@ -1,4 +1,4 @@
-"""Sums of the clipped gradients of single examples, by Opacus.
+"""Private gradients: the check of a model by Opacus, sums of clipped gradients of single examples, and their noise.
 
 - `flat`: the whole gradient of an example is clipped to C (Abadi et al. 2016, arXiv 1607.00133, Algorithm 1).
 - `per_layer`: each of its L tensors is clipped to C/√L, which bounds the whole by C.
@@ -11,18 +11,25 @@ with a gradient that is not finite counts as zero, so that it changes no more th
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
 import warnings
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from statistics import NormalDist
 from typing import Any, Literal, Protocol, TypeAlias, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipping
 from opacus.optimizers import DPOptimizer, DPPerLayerOptimizer
+from opacus.validators import ModuleValidator
 from torch import nn
 
 from fedplat.errors import ModelError
+from fedplat.privacy.noise import KEY_BYTES, Noise
 
 Clipping: TypeAlias = Literal["flat", "per_layer", "ghost"]
 Loss: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -252,3 +259,76 @@ def _clean_up(module: nn.Module) -> None:
         each.grad = None
         if hasattr(each, "summed_grad"):
             del cast(Any, each).summed_grad
+
+
+class StepNoise:
+    """Draws of examples and noise; never repeats a number."""
+
+    def __init__(self, noise: Noise) -> None:
+        self._noise = noise
+        self._drawn = self._added = 0
+
+    def draw_examples(self, num_examples: int, probability: float) -> npt.NDArray[np.int64]:
+        """Draw the examples of a step, each independently with this probability; the result may be empty."""
+        if probability >= 1.0:
+            return np.arange(num_examples)
+        numbers = self._noise.normal("draws", self._drawn, num_examples)
+        self._drawn += num_examples
+        return np.flatnonzero(numbers < NormalDist().inv_cdf(probability))
+
+    def add_noise(self, total: torch.Tensor, deviation: float) -> torch.Tensor:
+        """Return a tensor with noise of standard deviation `deviation` added to each entry, as float64 on the CPU.
+
+        A later rounding to float32 removes the last bits of the noise, which the attack of Mironov 2012, "On
+        Significance of the Least Significant Bits for Differential Privacy", uses.
+        """
+        numbers = self._noise.normal("noise", self._added, total.numel())
+        self._added += total.numel()
+        return total.cpu().double() + deviation * torch.from_numpy(numbers).view(total.shape)
+
+
+def make_noise(seed: int | None) -> StepNoise:
+    """Return the randomness of a seed, for simulations; without one, that of the operating system, unrepeatable."""
+    if seed is None:
+        return StepNoise(Noise(os.urandom(KEY_BYTES)))
+    return StepNoise(Noise(hashlib.sha256(f"private training {seed}".encode()).digest()))
+
+
+_MIXING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+"""Layers that combine the examples of a batch even if their parameters are not trained."""
+_SENTENCES = 2
+"""Sentences to quote of Opacus' reason; the rest is about its own releases."""
+
+
+def check_model(module: nn.Module) -> None:
+    """Raise `ModelError`, with the reason and a replacement, for a layer that Opacus cannot handle.
+
+    A `forward` that combines the examples of a batch is not detected: it has no privacy guarantee.
+    """
+    module.train()
+    for name, part in module.named_modules():
+        if not isinstance(part, _MIXING) and not any(each.requires_grad for each in part.parameters()):
+            continue
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            raise ModelError(
+                f"the model cannot be trained with example-level privacy: its layer {name!r} has max_norm, which "
+                "scales the rows that examples use, without noise; use max_norm=None"
+            )
+        validator = ModuleValidator.VALIDATORS.get(type(part))
+        if reasons := validator(part) if validator is not None else []:
+            raise ModelError(f"{_describe_problem(name, part)}. Opacus reports: {_shorten(str(reasons[0]))}")
+
+
+def _describe_problem(name: str, part: nn.Module) -> str:
+    kind, layer = type(part).__name__, f"its layer {name!r}" if name else "the module"
+    problem = f"the model cannot be trained with example-level privacy: {layer} is {kind}"
+    fixer = ModuleValidator.FIXERS.get(type(part))
+    if fixer is None:
+        return f"{problem}; expected another layer"
+    replacement = " ".join(str(fixer(part)).split())
+    return f"{problem}; use {replacement}, as opacus.validators.ModuleValidator.fix(module) does"
+
+
+def _shorten(reason: str) -> str:
+    sentences = " ".join(reason.split()).split(". ")
+    return ". ".join(sentences[:_SENTENCES]).removesuffix(".") + "."

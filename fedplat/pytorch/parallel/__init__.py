@@ -8,10 +8,9 @@ parallelism, recomputation, sharding.
 
 from __future__ import annotations
 
-from fedplat.pytorch.parallel.evaluation import evaluate_parts
+from fedplat.pytorch.parallel.evaluation import ParallelTrainee, evaluate_parts
 from fedplat.pytorch.parallel.gradients import make_gradients
 from fedplat.pytorch.parallel.mesh import Layout, make_layout
 from fedplat.pytorch.parallel.plan import ParallelPlan
-from fedplat.pytorch.parallel.trainee import ParallelTrainee
 
 __all__ = ["Layout", "ParallelPlan", "ParallelTrainee", "evaluate_parts", "make_gradients", "make_layout"]

@@ -14,8 +14,7 @@ from typing_extensions import override
 from fedplat.parallel import Parallel
 from fedplat.pytorch.parallel.mesh import DATA, SHARD, TENSOR, Layout
 from fedplat.pytorch.parallel.plan import ParallelPlan, list_blocks
-from fedplat.pytorch.parallel.tensor import check_tensor_plan, divide_operations
-from fedplat.pytorch.parallel.ties import check_ties
+from fedplat.pytorch.parallel.tensor import check_tensor_plan, check_ties, divide_operations
 
 _log = logging.getLogger(__name__)
 Precision: TypeAlias = Literal["fp32", "fp16", "bf16"]

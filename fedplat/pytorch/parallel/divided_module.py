@@ -25,10 +25,8 @@ from fedplat.pytorch import convert
 from fedplat.pytorch.parallel.algorithms import refuse_algorithm
 from fedplat.pytorch.parallel.apply import Precision, check_plan, parallelize, sharded_modules
 from fedplat.pytorch.parallel.mesh import Layout
-from fedplat.pytorch.parallel.plan import ParallelPlan, find_plan
-from fedplat.pytorch.parallel.stages import split_stages
-from fedplat.pytorch.parallel.tensor import reduce_partial_gradients
-from fedplat.pytorch.parallel.ties import find_ties, restore_ties
+from fedplat.pytorch.parallel.plan import ParallelPlan, find_plan, split_stages
+from fedplat.pytorch.parallel.tensor import find_ties, reduce_partial_gradients, restore_ties
 from fedplat.pytorch.training import Learner, Trainee, use_seed
 from fedplat.pytorch.training.learner import has_batch_norm
 

@@ -1,4 +1,4 @@
-"""Evaluation of a model in a layout: each part of the ranks computes some of the batches, without gradients.
+"""The subject of training in a layout, and its evaluation: each part of the ranks computes some of the batches.
 
 All parts compute as many batches, because sharded ranks gather their parameters together; those beyond the last batch
 do not count. In a pipeline, short batches are padded with copies of the last example, which do not count either.
@@ -13,12 +13,13 @@ from typing import NamedTuple
 
 import torch
 from torch import distributed
+from typing_extensions import override
 
 from fedplat.pytorch.parallel.divided_module import DividedModule
 from fedplat.pytorch.parallel.mesh import TENSOR
-from fedplat.pytorch.parallel.micro_batches import compute_stage, pad
+from fedplat.pytorch.parallel.parts import compute_stage, pad_micro_batch, sum_scores
 from fedplat.pytorch.parallel.pipeline import Shape, find_shapes, free_stages, pipeline_group
-from fedplat.pytorch.training import Examples, Indices, Scores, iterate_batches
+from fedplat.pytorch.training import Examples, Indices, Scores, Sums, iterate_batches
 
 
 def evaluate_parts(
@@ -42,7 +43,7 @@ def evaluate_parts(
             inputs = targets = None
             if chain.reads:
                 inputs, targets = next(batches)
-                inputs = pad(inputs, size) if chain.is_pipeline else inputs
+                inputs = pad_micro_batch(inputs, size) if chain.is_pipeline else inputs
             outputs = chain.forward(inputs)
             if outputs is not None and batch.counts and chain.counts:
                 assert targets is not None
@@ -131,3 +132,14 @@ class _Chain:
         for work, _ in self._sends:
             work.wait()
         self._sends.clear()
+
+
+class ParallelTrainee(DividedModule):
+    """A `Trainee` whose module is divided among the ranks of a layout; all of them call its methods."""
+
+    @override
+    def evaluate(
+        self, examples: Examples, batch_size: int, after_batch: Callable[[int], object] = lambda done: None
+    ) -> Sums:
+        """Return the scores of the model on all examples; each part of the ranks computes some of the batches."""
+        return sum_scores(self.layout.ranks, evaluate_parts(self, examples, batch_size, after_batch))

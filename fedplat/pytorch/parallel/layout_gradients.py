@@ -1,19 +1,24 @@
-"""What the synchronous gradient computations of a layout have in common."""
+"""What the synchronous gradient computations of a layout have in common: norms over ranks, and equal replicas."""
 
 from __future__ import annotations
 
+import hashlib
+import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 
-from torch import nn
+import msgspec
+import torch
+from torch import distributed, nn
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from fedplat.config.decoding import prepare_type
+from fedplat.errors import TrainingError
+from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.parallel.divided_module import DividedModule
 from fedplat.pytorch.parallel.mesh import TENSOR, Layout
-from fedplat.pytorch.parallel.norms import clip_gradients
-from fedplat.pytorch.parallel.parts import RankBatch, divide
-from fedplat.pytorch.parallel.replicas import ReplicaCheck
-from fedplat.pytorch.parallel.scores import sum_scores
+from fedplat.pytorch.parallel.parts import RankBatch, divide, sum_scores
 from fedplat.pytorch.training import Examples, GradientComputation, Scores, StepSchedule, Sums, Trainee
 from fedplat.pytorch.training.stepper import Stepper
 
@@ -70,3 +75,147 @@ class LayoutGradients(GradientComputation):
         """True if this rank's scores count: those of tensor ranks with the same part are the same."""
         mesh = self._layout.mesh
         return mesh is None or mesh.get_local_rank(TENSOR) == 0
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, layout: Layout) -> float:
+    """Scale the gradients so that their total L2 norm is at most `max_norm`; return the norm. All ranks call it.
+
+    The squares of each rank's values are divided by the number of ranks that have the same values, and added up over
+    all ranks; so no rank needs a whole tensor.
+    """
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    squares = 0.0
+    for gradient in gradients:
+        squares += float(_local(gradient).double().square().sum().item()) / _copies(gradient, layout)
+    total = torch.tensor([squares], dtype=torch.float64)
+    distributed.all_reduce(total, group=layout.ranks.group)
+    norm = math.sqrt(total.item())
+    if (scale := max_norm / (norm + 1e-6)) < 1:  # as `nn.utils.clip_grad_norm_` does
+        for gradient in gradients:
+            _local(gradient).mul_(scale)
+    return norm
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _copies(tensor: torch.Tensor, layout: Layout) -> int:
+    """Return the number of ranks that have the same values as this one."""
+    ranks = layout.ranks.size if layout.mesh is None else layout.ranks.size // layout.parallel.pipeline
+    if not isinstance(tensor, DTensor):
+        return ranks
+    sizes = tensor.device_mesh.shape
+    # Not `is_shard()`: it is False where tensor ranks and sharded ranks cut the same dimension (`_StridedShard`).
+    return ranks // math.prod(
+        size for size, place in zip(sizes, tensor.placements, strict=True) if not place.is_replicate()
+    )
+
+
+_DIFFERENCE = 0.1
+"""Part of a gradient's norm by which ranks may differ: far above rounding, and below what a partial sum differs by."""
+_NOISE = 1e-6
+"""Part of the norm of all gradients below which one is rounding only."""
+_WINDOW = 1 << 20
+
+
+class ReplicaCheck:
+    """Compares the buffers of a module with those before a training, and gradients between tensor ranks."""
+
+    def __init__(self, trainee: DividedModule) -> None:
+        self._trainee, self._before = trainee, _digest_buffers(trainee)
+
+    def run(self) -> None:
+        """Check the ranks after the backward passes of a step; all of them call it.
+
+        Raises `TrainingError`, on all ranks alike, if a forward pass has changed a buffer of the model, or if a
+        gradient that all tensor ranks should have is a part of it on each of them.
+        """
+        reason = self._find_changed_buffer() or ""
+        partial = self._find_partial_gradient()  # in any case, since the other ranks take part
+        reasons = self._trainee.layout.ranks.all_gather((reason or partial).encode())
+        if found := next((each.decode() for each in reasons if each), ""):
+            raise TrainingError(found)
+
+    def _find_changed_buffer(self) -> str:
+        now = _digest_buffers(self._trainee)
+        for name in sorted(now.keys() | self._before.keys()):
+            if now.get(name) != self._before.get(name):
+                return (
+                    f"the buffer {name!r} changes in the forward pass. Each rank of a layout computes a part of every "
+                    "batch, so the values of its replicas would differ. Expected a module without such values, a "
+                    "buffer with persistent=False, which is not a part of the model, or a training without a layout"
+                )
+        return ""
+
+    def _find_partial_gradient(self) -> str:
+        layout = self._trainee.layout
+        if layout.mesh is None or layout.parallel.tensor == 1:
+            return ""
+        parameters = self._trainee.parameters()
+        gradients = {name: _local_gradient(each) for name, each in parameters.items() if _is_replicated(each)}
+        ranks = Ranks(layout.ranks.device, layout.mesh.get_group(TENSOR))
+        mine = msgspec.msgpack.encode([_checksum(each) for each in gradients.values()])
+        sums = [msgspec.msgpack.decode(each, type=prepare_type(list[int])) for each in ranks.all_gather(mine)]
+        total = 0.0
+        for name, *found in zip(gradients, *sums, strict=True):
+            if len(set(found)) == 1:  # equal bits, as almost always
+                continue
+            total = total or math.sqrt(sum(_square(_local_gradient(each)) for each in parameters.values()))
+            if _is_partial(gradients[name], ranks, _NOISE * total):
+                return (
+                    f"the gradient of {name!r} differs between tensor ranks, each of which computes a part of it: "
+                    f"{name.rpartition('.')[0]!r} is between columns and rows. Expected the style "
+                    '"replicated_with_grad_allreduce" for it in the plan, not "sequence_parallel" and not none'
+                )
+        return ""
+
+
+def _digest_buffers(trainee: DividedModule) -> dict[str, bytes]:
+    """Return a digest of each buffer that is a part of the model."""
+    found: dict[str, bytes] = {}
+    for stage in trainee.stages:
+        in_model = stage.state_dict().keys()
+        for name, buffer in stage.named_buffers():
+            if name in in_model:
+                values = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                found[name] = hashlib.blake2b(values.numpy().data, digest_size=16).digest()
+    return found
+
+
+def _is_replicated(parameter: torch.Tensor) -> bool:
+    """Return whether all tensor ranks have the same values of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return True
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return all(place.is_replicate() for name, place in zip(names, parameter.placements, strict=True) if name == TENSOR)
+
+
+def _local_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's values of a gradient; zeros without one."""
+    gradient = parameter.grad
+    if gradient is None:
+        gradient = torch.zeros_like(parameter)
+    return (gradient.to_local() if isinstance(gradient, DTensor) else gradient).detach().reshape(-1)
+
+
+def _checksum(values: torch.Tensor) -> int:
+    """Return the sum of the bits of values, as integers."""
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for window in values.split(_WINDOW):
+        total += window.float().view(torch.int32).sum(dtype=torch.int64)
+    return int(total.item())
+
+
+def _square(values: torch.Tensor) -> float:
+    return float(values.double().square().sum().item())
+
+
+def _is_partial(gradient: torch.Tensor, ranks: Ranks, noise: float) -> bool:
+    """Return whether that of any rank differs from the mean of all by more than rounding; all ranks call it."""
+    values = gradient.to(ranks.device, torch.float32)
+    mean = values / ranks.size
+    distributed.all_reduce(mean, group=ranks.group)
+    difference = math.sqrt(_square(values - mean))
+    is_partial = difference > max(noise, _DIFFERENCE * math.sqrt(_square(mean)))
+    return b"1" in ranks.all_gather(b"1" if is_partial else b"0")

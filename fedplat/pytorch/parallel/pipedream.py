@@ -33,8 +33,7 @@ from typing_extensions import override
 from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.parallel.divided_module import DividedModule
 from fedplat.pytorch.parallel.mesh import Layout
-from fedplat.pytorch.parallel.parts import RankBatch, divide
-from fedplat.pytorch.parallel.scores import sum_scores
+from fedplat.pytorch.parallel.parts import RankBatch, divide, sum_scores
 from fedplat.pytorch.training import Examples, GradientComputation, Scores, StepSchedule, Sums, Trainee, use_seed
 from fedplat.pytorch.training.stepper import Stepper
 

@@ -33,8 +33,15 @@ from fedplat.pytorch.parallel.apply import sharded_modules
 from fedplat.pytorch.parallel.divided_module import DividedModule
 from fedplat.pytorch.parallel.layout_gradients import LayoutGradients
 from fedplat.pytorch.parallel.mesh import PIPELINE, Layout
-from fedplat.pytorch.parallel.micro_batches import PartLoss, choose_size, compute_stage, cross_boundary, pad, stage_seed
-from fedplat.pytorch.parallel.parts import RankBatch
+from fedplat.pytorch.parallel.parts import (
+    PartLoss,
+    RankBatch,
+    choose_micro_batch_size,
+    compute_stage,
+    cross_boundary,
+    pad_micro_batch,
+    stage_seed,
+)
 from fedplat.pytorch.training import Examples, Scores, StepSchedule, use_seed
 from fedplat.pytorch.training.stepper import Stepper
 
@@ -72,7 +79,7 @@ class PipelineGradients(LayoutGradients):
         self, trainee: DividedModule, stepper: Stepper, plan: StepSchedule, examples: Examples
     ) -> Iterator[Scores]:
         trainee.module.train()
-        size = choose_size(plan, self._layout.parallel)
+        size = choose_micro_batch_size(plan, self._layout.parallel)
         num_rows = size * self._layout.parallel.num_micro_batches
         batches = examples.batches(part.indices for step in self.parts(plan) for part in step)
         pipeline: _Pipeline | None = None
@@ -82,7 +89,7 @@ class PipelineGradients(LayoutGradients):
                 inputs = targets = None
                 if self._reads:
                     with use_seed(trainee.device, part.seed):
-                        inputs, targets = (pad(rows, num_rows) for rows in next(batches))
+                        inputs, targets = (pad_micro_batch(rows, num_rows) for rows in next(batches))
                 if pipeline is None:
                     shapes = find_shapes(trainee, None if inputs is None else inputs[:size], stepper.autocast)
                     pipeline = _Pipeline(trainee, stepper, shapes, self._observer)

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from fedplat.pytorch.server.data_parallel import DataParallelGradients
 from fedplat.pytorch.server.distillation import distill
-from fedplat.pytorch.server.evaluation import evaluate
 from fedplat.pytorch.server.packing import pack_sequences
-from fedplat.pytorch.server.trainer import ServerTrainer, make_on_all_ranks
+from fedplat.pytorch.server.trainer import ServerTrainer, evaluate, make_on_all_ranks
 from fedplat.pytorch.server.training import TrainingCurve, TrainingRun, train
 
 __all__ = [

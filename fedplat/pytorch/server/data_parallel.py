@@ -23,8 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from fedplat.pytorch.distributed import Ranks
-from fedplat.pytorch.parallel.parts import RankBatch, divide
-from fedplat.pytorch.parallel.scores import sum_scores
+from fedplat.pytorch.parallel.parts import RankBatch, divide, sum_scores
 from fedplat.pytorch.training import (
     Examples,
     GradientComputation,

@@ -28,8 +28,7 @@ from fedplat.errors import TrainingError
 from fedplat.job.pool import ServerLearning, WarmStart
 from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.distributed.shared_memory import share_vector
-from fedplat.pytorch.parallel.parts import RankBatch, divide
-from fedplat.pytorch.parallel.scores import sum_scores
+from fedplat.pytorch.parallel.parts import RankBatch, divide, sum_scores
 from fedplat.pytorch.server.trainer import ServerTrainer
 from fedplat.pytorch.training import Examples, GradientComputation, Scores, StepSchedule, Sums, Trainee, use_seed
 from fedplat.pytorch.training.stepper import Stepper

@@ -1,23 +1,32 @@
-"""The trainer that an operator registers for training on the server's own data."""
+"""The trainer that an operator registers for the server's own data, its layout of ranks, and the evaluation with it."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
+import msgspec
 import torch
 from torch import nn
 from torch.utils.data import Dataset
 
 from fedplat import texts
+from fedplat.client_state import ClientState
+from fedplat.config.decoding import prepare_type
 from fedplat.errors import TrainingError
 from fedplat.job.pool import ServerLearning
 from fedplat.metrics import Metric
+from fedplat.model import Parameters
+from fedplat.parallel import Parallel
 from fedplat.pytorch import training
 from fedplat.pytorch.distributed import Ranks
-from fedplat.pytorch.parallel import ParallelPlan
+from fedplat.pytorch.parallel import ParallelPlan, ParallelTrainee, evaluate_parts
+from fedplat.pytorch.parallel.mesh import Layout, make_layout, make_mesh
+from fedplat.pytorch.parallel.parts import sum_scores
+from fedplat.pytorch.training import Examples, Sums, Trainee, evaluate_batches, iterate_batches
 
 Data: TypeAlias = Dataset[Any] | Callable[[], Dataset[Any]]
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter], ServerLearning], torch.optim.Optimizer]
@@ -84,3 +93,87 @@ def make_on_all_ranks(ranks: Ranks, make: Callable[[], Made], what: str = "the t
         if error:
             raise TrainingError(f"{what} cannot be used on rank {rank}: {error.decode()}")
     return made[0]
+
+
+def find_layout(ranks: Ranks, parallel: Parallel) -> Layout | None:
+    """Return this process's place in a layout of the first ranks; None in a process that is not among them.
+
+    All ranks of `join_group` have to call it. A layout for more ranks than there are has no mesh: each process then has
+    the whole model, and computes parts of batches, or stages, one after the other. Layouts are made once, since each
+    has its own groups of processes.
+    """
+    known: dict[object, Layout | None] = ranks.kept
+    if parallel not in known:
+        known[parallel] = _make_layout(ranks, parallel)
+    return known[parallel]
+
+
+def _make_layout(ranks: Ranks, parallel: Parallel) -> Layout | None:
+    if ranks.size < parallel.num_ranks:
+        group = ranks.subgroup(min(ranks.size, parallel.num_parts))
+        # A process with the whole model has nothing to fetch from elsewhere, and no reason to compute things again.
+        alone = msgspec.structs.replace(parallel, offload="none", recompute="none")
+        return None if group is None else Layout(alone, group, None)
+    group = ranks.subgroup(parallel.num_ranks)
+    if group is None:
+        make_mesh(ranks, parallel)  # its groups need all processes, also those that are in none of them
+        return None
+    layout = make_layout(group, parallel)
+    assert layout.mesh is not None
+    for number, size in enumerate(layout.mesh.shape):
+        if size > 1:
+            group.prove(layout.mesh.get_group(number))
+    return layout
+
+
+_BATCH_SIZE = 256
+
+
+def evaluate(
+    ranks: Ranks,
+    trainer: ServerTrainer,
+    parameters: Parameters,
+    batch_size: int = _BATCH_SIZE,
+    parallel: Parallel | None = None,
+) -> dict[str, float]:
+    """Return `loss`, `accuracy` for classification, and the trainer's metrics of a model on its held-out examples.
+
+    Every rank calls it with the same arguments, computes every n-th batch of n ranks, and gets the result. With
+    `parallel` and enough ranks, they divide the model instead, and those that are too many get an empty result. Raises
+    `TrainingError` on all of them alike.
+    """
+    if parallel is not None and ranks.size >= parallel.num_ranks:
+        layout = find_layout(ranks, parallel)
+        return {} if layout is None else _evaluate_in_layout(layout, trainer, parameters, batch_size)
+
+    def build() -> tuple[Trainee, Examples]:
+        trainee = Trainee(trainer.learner, ranks.device)
+        trainee.load(parameters, ClientState())
+        return trainee, _load_held_out(trainer, ranks)
+
+    trainee, examples = make_on_all_ranks(ranks, build)
+    order = itertools.islice(iterate_batches(len(examples), batch_size), ranks.rank, None, ranks.size)
+    return sum_scores(ranks, evaluate_batches(trainee, examples, order)).means(trainer.metrics)
+
+
+def _evaluate_in_layout(
+    layout: Layout, trainer: ServerTrainer, parameters: Parameters, batch_size: int
+) -> dict[str, float]:
+    ranks = layout.ranks
+
+    def build() -> tuple[ParallelTrainee, Examples]:
+        trainee = ParallelTrainee(trainer.learner, layout, trainer.plan)
+        trainee.load(parameters, ClientState())
+        return trainee, _load_held_out(trainer, ranks)
+
+    trainee, examples = make_on_all_ranks(ranks, build)
+    sums = evaluate_parts(trainee, examples, batch_size).sums()
+    mine = msgspec.msgpack.encode(sums) if sums.num_examples else b""  # not every rank computes a loss
+    parts = [msgspec.msgpack.decode(each, type=prepare_type(Sums)) for each in ranks.all_gather(mine) if each]
+    return Sums.total(parts).means(trainer.metrics)
+
+
+def _load_held_out(trainer: ServerTrainer, ranks: Ranks) -> Examples:
+    if trainer.evaluation is None:
+        raise ValueError("no examples to evaluate on; expected ServerTrainer(evaluation=...)")
+    return load_examples(trainer.evaluation, ranks.device)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -25,11 +25,9 @@ from fedplat.pytorch.parallel.profiling import StepProfile, TracedExamples
 from fedplat.pytorch.server import hogwild, profiling
 from fedplat.pytorch.server.checkpoints import Checkpoints, TrainingState
 from fedplat.pytorch.server.data_parallel import DataParallelGradients, RankBatch
-from fedplat.pytorch.server.layouts import find_layout
-from fedplat.pytorch.server.lr_schedule import LearningRates, factor
-from fedplat.pytorch.server.trainer import ServerTrainer, load_examples, make_on_all_ranks
+from fedplat.pytorch.server.trainer import ServerTrainer, find_layout, load_examples, make_on_all_ranks
 from fedplat.pytorch.training import Examples, GradientComputation, LocalOptions, Scores, StepSchedule, Sums, Trainee
-from fedplat.pytorch.training.losses import make_loss
+from fedplat.pytorch.training.learner import make_loss
 from fedplat.pytorch.training.stepper import StepAlgorithm, Stepper
 
 Losses: TypeAlias = npt.NDArray[np.float64]
@@ -221,7 +219,7 @@ class TrainingLoop:
 
     def _set(self, rates: LearningRates, progress: TrainingState) -> None:
         table = self._work.options
-        rates.multiply(factor(table.scaling, self._work.num_parts, table.warmup_steps, progress.done))
+        rates.multiply(learning_rate_factor(table.scaling, self._work.num_parts, table.warmup_steps, progress.done))
 
 
 class _Curve:
@@ -248,3 +246,31 @@ class _Curve:
         for step, parts in enumerate(zip(*rank_sums, strict=True), first):
             self._progress.losses[step] = Sums.total(parts).means()["loss"]
         self._open = []
+
+
+Scaling = Literal["none", "linear", "sqrt"]
+_GROWTH: Final[Mapping[Scaling, float]] = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
+
+
+def learning_rate_factor(scaling: Scaling, num_ranks: int, warmup_steps: int, step: int) -> float:
+    """Return the factor of the learning rate in a step; steps count from 0.
+
+    "linear": the number of ranks k, because a step of k batches replaces k steps (Goyal et al. 2017, arXiv 1706.02677,
+    Section 2.1); "sqrt": its root, which keeps the variance of a step (Krizhevsky 2014, arXiv 1404.5997, Section 5).
+    Over `warmup_steps` it grows from 1, by the same amount at each step (Goyal et al., Section 2.2).
+    """
+    full = math.pow(num_ranks, _GROWTH[scaling])
+    return full if step >= warmup_steps else 1.0 + (full - 1.0) * step / warmup_steps
+
+
+class LearningRates:
+    """The learning rates of an optimizer, which were configured for one rank."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._groups = optimizer.param_groups
+        self._base = [float(group["lr"]) for group in self._groups]
+
+    def multiply(self, by: float) -> None:
+        """Set the rates of the next step to the configured ones times a factor."""
+        for group, base in zip(self._groups, self._base, strict=True):
+            group["lr"] = base * by

@@ -11,22 +11,18 @@ from fedplat.pytorch.training.algorithm import build_guarded_algorithm
 from fedplat.pytorch.training.examples import (
     DatasetExamples,
     Examples,
+    PrefetchDataset,
     TensorExamples,
     as_dataset,
     check_examples,
     make_examples,
 )
-from fedplat.pytorch.training.gradients import GradientComputation, SingleProcessGradients
-from fedplat.pytorch.training.learner import BATCH_NORM, Learner, Trainee, use_seed
-from fedplat.pytorch.training.losses import forward_features, read_targets
-from fedplat.pytorch.training.meaning import Accuracy, Correct, Loss
-from fedplat.pytorch.training.metrics import Scores, Sums
-from fedplat.pytorch.training.prefetch import PrefetchDataset
+from fedplat.pytorch.training.gradients import GradientComputation, LocalTraining, SingleProcessGradients
+from fedplat.pytorch.training.learner import BATCH_NORM, Learner, Trainee, forward_features, read_targets, use_seed
+from fedplat.pytorch.training.meaning import Accuracy, Correct, Loss, Scores, Sums
 from fedplat.pytorch.training.schedule import Indices, StepSchedule, iterate_batches
-from fedplat.pytorch.training.sgd import Sgd
-from fedplat.pytorch.training.stepper import MakeOptimizer
+from fedplat.pytorch.training.stepper import MakeOptimizer, Sgd
 from fedplat.pytorch.training.trainer import evaluate, evaluate_batches, train
-from fedplat.pytorch.training.work import LocalTraining
 
 __all__ = [
     "BATCH_NORM",

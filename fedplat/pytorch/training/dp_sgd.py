@@ -24,11 +24,11 @@ from fedplat.errors import ModelError
 from fedplat.local_options import LocalOptions
 from fedplat.privacy.steps import StepCharge
 from fedplat.pytorch import dp
+from fedplat.pytorch.training.gradients import LocalTraining
 from fedplat.pytorch.training.learner import Trainee
 from fedplat.pytorch.training.meaning import weighs_classes
 from fedplat.pytorch.training.schedule import Indices, StepSchedule
 from fedplat.pytorch.training.stepper import Stepper
-from fedplat.pytorch.training.work import LocalTraining
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,8 @@
-"""The subject of training: a module, its loss, and the layers that stay on the client."""
+"""The subject of training: a module, its loss in local steps, and the layers that stay on the client."""
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import functools
 import weakref
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fedplat.aggregate.local import CONTROL, LocalAlgorithm
+from fedplat.aggregate.local import CONTROL, Arrays, LocalAlgorithm, LossContext, LossFunction
 from fedplat.client_state import ClientState
 from fedplat.config.plugins import adopt
 from fedplat.errors import ModelError
@@ -22,8 +23,17 @@ from fedplat.model import Parameters
 from fedplat.pytorch import convert as backend
 from fedplat.pytorch.training.examples import Examples
 from fedplat.pytorch.training.hidden_state import HiddenState
-from fedplat.pytorch.training.meaning import Accuracy, CountAnswers, Loss, OwnLoss, check_reduction, choose_count, guard
-from fedplat.pytorch.training.metrics import Scores, Sums
+from fedplat.pytorch.training.meaning import (
+    Accuracy,
+    CountAnswers,
+    Loss,
+    OwnLoss,
+    Scores,
+    Sums,
+    check_reduction,
+    choose_count,
+    guard,
+)
 from fedplat.pytorch.training.schedule import Indices, iterate_batches
 from fedplat.randomness import use_seeds
 
@@ -246,3 +256,65 @@ def _personal_names(module: nn.Module, patterns: tuple[str, ...]) -> Iterator[st
         if not matches:
             raise ValueError(f"personal = {pattern!r} matches none of the module's tensors: {', '.join(names[:20])}")
         yield from matches
+
+
+_READ_BATCH_SIZE = 1024
+
+
+def make_loss(learner: Learner) -> LossFunction:
+    """Return the loss of a learner as a function of its module and a batch."""
+    loss_of = learner.batch_loss
+
+    def compute(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs = module(inputs)
+        return loss_of(outputs, targets), outputs
+
+    return compute
+
+
+def make_own_loss(
+    algorithm: LocalAlgorithm, trainee: Trainee, examples: Examples, remembered: Arrays, seed: int
+) -> LossFunction:
+    """Return the loss of an algorithm for one client's training, or the learner's if it has none of its own.
+
+    The module must have the received values. Random draws of `make_loss` follow from `seed`, and leave those of the
+    training as they are.
+    """
+    if algorithm.make_loss is None:
+        return make_loss(trainee.learner)
+    context = LossContext(
+        loss=trainee.learner.batch_loss,
+        read_targets=lambda: read_targets(examples),
+        copy_module=lambda: copy.deepcopy(trainee.module).eval().requires_grad_(False),
+        remembered=remembered,
+    )
+    with use_seed(trainee.device, seed):
+        return algorithm.make_loss(context)
+
+
+def read_targets(examples: Examples) -> torch.Tensor:
+    """Return the targets of all examples, in their order."""
+    order = iterate_batches(len(examples), _READ_BATCH_SIZE)
+    return torch.cat([targets for _, targets in examples.batches(order)])
+
+
+def forward_features(module: nn.Module, inputs: torch.Tensor, layer: str = "") -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a module's outputs and its features: the inputs of the layer of that name, by default its last linear one.
+
+    Shapes: [batch, ...] and [batch, size]. Raises `ValueError` if the module has no such layer, or does not use it.
+    """
+    linear = [part for part in module.modules() if isinstance(part, nn.Linear)]
+    if not layer and not linear:
+        raise ValueError(
+            f"{type(module).__name__} has no linear layer; expected the name of the layer after its features"
+        )
+    chosen = module.get_submodule(layer) if layer else linear[-1]
+    found: list[torch.Tensor] = []
+    handle = chosen.register_forward_pre_hook(lambda part, arguments: found.append(arguments[0]))
+    try:
+        outputs = module(inputs)
+    finally:
+        handle.remove()
+    if not found:
+        raise ValueError(f"the layer {layer or 'of the features'} is not used by {type(module).__name__}")
+    return outputs, found[-1].flatten(1)

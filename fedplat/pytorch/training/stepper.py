@@ -1,4 +1,7 @@
-"""One local step: the gradients of its batches, the algorithm's correction, and the optimizer."""
+"""One local step: the gradients of its batches, the algorithm's correction, and the optimizer with its kept state.
+
+Each tensor and number of the state of a parameter NAME is a tensor `NAME/KEY`, such as `weight/exp_avg`.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,7 @@ from fedplat.aggregate.local import Arrays, Correction, LossFunction
 from fedplat.errors import ModelError
 from fedplat.local_options import LocalOptions
 from fedplat.model import Parameters
-from fedplat.pytorch.training import kept_optimizer
-from fedplat.pytorch.training.sgd import Sgd
+from fedplat.pytorch import convert as backend
 
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 ClipGradients: TypeAlias = Callable[[Iterable[nn.Parameter], float], object]
@@ -171,7 +173,7 @@ class Stepper:
     def restore(self, stored: Parameters | None) -> None:
         """Continue with the state of an optimizer that `pack` returned, before the first step."""
         if stored is not None:
-            kept_optimizer.restore_state(self._state_owner, self._parameters, stored)
+            restore_state(self._state_owner, self._parameters, stored)
         if isinstance(self._optimizer, _PlainSgd):
             self._optimizer.sgd.look_ahead(self._parameters)
 
@@ -179,7 +181,7 @@ class Stepper:
         """Return the state of the optimizer, after the last step. Raises `ValueError` if it cannot be stored."""
         if isinstance(self._optimizer, _PlainSgd):
             self._optimizer.sgd.look_ahead(self._parameters, -1.0)
-        return kept_optimizer.pack_state(self._state_owner, self._parameters)
+        return pack_state(self._state_owner, self._parameters)
 
     @property
     def _state_owner(self) -> torch.optim.Optimizer | Sgd:
@@ -247,3 +249,107 @@ def _dtype(options: LocalOptions, device: torch.device) -> torch.dtype | None:
             raise ValueError('precision = "bf16": this GPU does not have it; expected "fp32" or "fp16"')
         case _:
             return torch.bfloat16
+
+
+class Sgd:
+    """SGD with momentum, also Nesterov's, and weight decay: the same numbers as `torch.optim.SGD`.
+
+    PyTorch's class takes two seconds to import at its first use, and its construction takes as long as a step, which
+    matters for short trainings.
+    """
+
+    def __init__(
+        self, *, learning_rate: float, momentum: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False
+    ) -> None:
+        self._learning_rate, self._momentum, self._weight_decay = learning_rate, momentum, weight_decay
+        self._nesterov = nesterov
+        self.velocities: dict[str, torch.Tensor] = {}
+        """The momentum of each weight, in units of gradients: -1 / learning_rate times the movement."""
+
+    def step(self, weights: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]) -> None:
+        """Update, in place, the weights that have a gradient. The gradients may be changed."""
+        with torch.no_grad():
+            for name, slope in gradients.items():
+                weight = weights[name]
+                if self._weight_decay:
+                    slope.add_(weight, alpha=self._weight_decay)
+                weight.add_(self._apply_momentum(name, slope), alpha=-self._learning_rate)
+
+    def look_ahead(self, weights: Mapping[str, torch.Tensor], sign: float = 1.0) -> None:
+        """Move weights x to x + δ v, where Nesterov's momentum computes gradients; with the sign -1, back to x.
+
+        With u = x + δ v, the steps v ← δ v - η g(u), x ← x + v are those of PyTorch on u. Without it nothing changes.
+        """
+        if not self._nesterov:
+            return
+        with torch.no_grad():
+            for name, velocity in self.velocities.items():
+                weights[name].add_(velocity, alpha=-sign * self._momentum * self._learning_rate)
+
+    def _apply_momentum(self, name: str, slope: torch.Tensor) -> torch.Tensor:
+        if not self._momentum:
+            return slope
+        velocity = self.velocities.get(name)
+        if velocity is None:
+            self.velocities[name] = velocity = slope.clone()
+        else:
+            velocity.mul_(self._momentum).add_(slope)
+        return slope.add_(velocity, alpha=self._momentum) if self._nesterov else velocity
+
+
+ENTRY = "optimizer"
+"""Name of the entry of the client state."""
+_VELOCITY = "momentum_buffer"
+
+
+def pack_state(optimizer: torch.optim.Optimizer | Sgd, parameters: Mapping[str, nn.Parameter]) -> Parameters:
+    """Return the state of an optimizer. Raises `ValueError` for state other than tensors and numbers."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, state in _read_state(optimizer, parameters).items():
+        for key, value in state.items():
+            if value is None:
+                continue
+            if not isinstance(value, torch.Tensor | int | float):
+                raise ValueError(
+                    f"keep_optimizer = true: the optimizer's state {key!r} of {name!r} is a {type(value).__name__}; "
+                    "expected tensors and numbers"
+                )
+            tensors[f"{name}/{key}"] = value if isinstance(value, torch.Tensor) else torch.tensor(value)
+    return backend.store_tensors(tensors)
+
+
+def restore_state(
+    optimizer: torch.optim.Optimizer | Sgd, parameters: Mapping[str, nn.Parameter], stored: Parameters
+) -> None:
+    """Restore a state that `pack_state` returned; that of parameters which are not there any more is left out.
+
+    Learning rates and other options stay those of the new optimizer.
+    """
+    entries: dict[str, dict[str, torch.Tensor]] = {}
+    for path, value in backend.to_torch(stored).items():
+        name, _, key = path.rpartition("/")
+        if name in parameters:
+            entries.setdefault(name, {})[key] = value.clone()
+    if isinstance(optimizer, Sgd):
+        own = {name: state[_VELOCITY] for name, state in entries.items() if _VELOCITY in state}
+        optimizer.velocities = {name: value.to(parameters[name]) for name, value in own.items()}
+        return
+    numbers = _numbers(optimizer, parameters)
+    state = {numbers[name]: entry for name, entry in entries.items() if name in numbers}
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+
+
+def _read_state(
+    optimizer: torch.optim.Optimizer | Sgd, parameters: Mapping[str, nn.Parameter]
+) -> dict[str, Mapping[str, Any]]:
+    if isinstance(optimizer, Sgd):
+        return {name: {_VELOCITY: velocity} for name, velocity in optimizer.velocities.items()}
+    state = cast(dict[int, Mapping[str, Any]], optimizer.state_dict()["state"])
+    return {name: state[number] for name, number in _numbers(optimizer, parameters).items() if number in state}
+
+
+def _numbers(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
+    """Return the number of each parameter in the optimizer's `state_dict`."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    ordered = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return {names[id(each)]: number for number, each in enumerate(ordered) if id(each) in names}

@@ -6,7 +6,7 @@ batch is padded, and the padding masked.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,17 +16,15 @@ import torch
 from fedplat.local_options import LocalOptions
 from fedplat.model import Parameters
 from fedplat.pytorch.training.algorithm import build_guarded_algorithm
+from fedplat.pytorch.training.examples import Batch
+from fedplat.pytorch.training.gradients import LocalTraining
 from fedplat.pytorch.training.learner import Trainee
 from fedplat.pytorch.training.meaning import CountAnswers, CountClasses
 from fedplat.pytorch.training.schedule import Indices, StepSchedule
 from fedplat.pytorch.training.trainer import evaluate
-from fedplat.pytorch.training.work import LocalTraining
-from fedplat.pytorch.vectorized import foreach
-from fedplat.pytorch.vectorized.client_algorithm import ClientAlgorithmState, check_algorithm
-from fedplat.pytorch.vectorized.examples import PartExamples
-from fedplat.pytorch.vectorized.foreach import Tensors
-from fedplat.pytorch.vectorized.layout import Base, ParameterLayout, UnsuitableError
-from fedplat.pytorch.vectorized.sgd import FlatSgd
+from fedplat.pytorch.vectorized import layout
+from fedplat.pytorch.vectorized.client_algorithm import ClientAlgorithmState, FlatSgd, check_algorithm
+from fedplat.pytorch.vectorized.layout import Base, ParameterLayout, Tensors, UnsuitableError
 from fedplat.pytorch.vectorized.vmap_gradients import Stack, StackedGradients
 
 _MAX_CACHED_WEIGHTS = 1 << 21
@@ -164,7 +162,7 @@ class CohortTrainer:
                 return result.gradients
             shares = torch.from_numpy((sizes / totals).astype(np.float32)).to(stack.inputs.device)
             scaled = [each * shares.view(-1, *[1] * (each.ndim - 1)) for each in result.gradients]
-            gradients = foreach.add_pairs(gradients, scaled) if gradients else scaled
+            gradients = layout.add_pairs(gradients, scaled) if gradients else scaled
         return gradients
 
     def _stack(self, rows: Sequence[_Row], chosen: Sequence[Indices], sizes: npt.NDArray[np.int64]) -> Stack:
@@ -231,3 +229,40 @@ class _StackedScores:
 def _examples(work: LocalTraining) -> PartExamples:
     assert isinstance(work.examples, PartExamples)
     return work.examples
+
+
+_BLOCK_ENTRIES = 1 << 22
+"""Input entries gathered in one call: 16 MiB, which takes far fewer calls than one for each batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartExamples:
+    """The examples of `inputs` and `targets` at the indices `part`."""
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    part: Indices
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def batches(self, order: Iterable[Indices]) -> Iterator[Batch]:
+        """Yield inputs and targets of each batch in `order`, which contains indices of `part`."""
+        for block in self._blocks(order):
+            sizes = [len(indices) for indices in block]
+            chosen = torch.from_numpy(self.part[np.concatenate(block)]).to(self.inputs.device)
+            inputs, targets = self.inputs.index_select(0, chosen), self.targets.index_select(0, chosen)
+            yield from zip(inputs.split(sizes), targets.split(sizes), strict=True)
+
+    def _blocks(self, order: Iterable[Indices]) -> Iterator[list[Indices]]:
+        most = max(1, _BLOCK_ENTRIES // max(1, self.inputs[0].numel()))
+        block: list[Indices] = []
+        size = 0
+        for indices in order:
+            if block and size + len(indices) > most:
+                yield block
+                block, size = [], 0
+            block.append(indices)
+            size += len(indices)
+        if block:
+            yield block

@@ -20,8 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import CodeGen
 
 from fedplat.pytorch.training.learner import Loss
-from fedplat.pytorch.vectorized.foreach import Tensors
-from fedplat.pytorch.vectorized.layout import UnsuitableError
+from fedplat.pytorch.vectorized.layout import Tensors, UnsuitableError
 from fedplat.randomness import read_states, use_seeds
 
 Computation: TypeAlias = Callable[..., tuple[torch.Tensor, ...]]

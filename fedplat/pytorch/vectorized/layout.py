@@ -1,4 +1,4 @@
-"""The layout of a module's parameters in one flat vector, and the conversion from and to the job's model."""
+"""The layout of a module's parameters in one flat vector, and arithmetic on lists of tensors with one call each."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -168,3 +169,29 @@ def _floats(parameters: Parameters, run: _Run) -> torch.Tensor:
     values = parameters.buffer[run.offset : run.offset + 4 * (run.stop - run.start)].view(np.float32)
     # torch.frombuffer warns about read-only arrays, even if they are never written.
     return torch.frombuffer(values, dtype=torch.float32) if values.flags.writeable else torch.tensor(values)
+
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+
+
+Tensors: TypeAlias = list[torch.Tensor] | tuple[torch.Tensor, ...]
+
+
+def add_tensors(targets: Tensors, values: Tensors, factor: float) -> None:
+    """Add values, times a factor, to the targets in place."""
+    torch._foreach_add_(targets, values, alpha=factor)
+
+
+def copy_tensors(targets: Tensors, values: Tensors) -> None:
+    """Copy values into the targets."""
+    torch._foreach_copy_(targets, values)
+
+
+def scale_tensors(values: Tensors, factor: float) -> Tensors:
+    """Return the values times a factor."""
+    return torch._foreach_mul(values, factor)
+
+
+def add_pairs(left: Tensors, right: Tensors) -> Tensors:
+    """Return the pairwise sums of two lists."""
+    return torch._foreach_add(left, right)

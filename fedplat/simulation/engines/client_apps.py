@@ -27,7 +27,7 @@ from fedplat.flower import identity, randomness
 from fedplat.flower.client import EMPTY_STATE, ClientAppRunner
 from fedplat.flower.records import PackedMessage
 from fedplat.model import Parameters
-from fedplat.simulation.engines.array_trainer import one_thread_of_torch
+from fedplat.simulation.engines.trainers import one_thread_of_torch
 from fedplat.simulation.engines.worker_pool import describe_exit
 
 _AT_ONCE = 16

@@ -11,7 +11,7 @@ import torch
 from fedplat.client_state import ClientState
 from fedplat.model import Bytes, Parameters, Schema
 from fedplat.pytorch.training import Learner, LocalOptions, LocalTraining, Trainee, evaluate, train
-from fedplat.pytorch.vectorized.examples import PartExamples
+from fedplat.pytorch.vectorized.batched import PartExamples
 from fedplat.pytorch.vectorized.layout import Base, UnsuitableError
 from fedplat.pytorch.vectorized.trainer import FlatTrainer
 from fedplat.simulation.data.federation import Array, Part

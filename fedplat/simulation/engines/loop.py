@@ -9,12 +9,17 @@ from typing_extensions import override
 from fedplat.config import user_code
 from fedplat.errors import EngineError, FedplatError, PluginError, UserCodeError
 from fedplat.model import Parameters
-from fedplat.simulation.engines.client_states import ClientStates
 from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
-from fedplat.simulation.engines.tasks import ClientTraining, Contents, num_examples
+from fedplat.simulation.engines.tasks import (
+    ClientStates,
+    ClientTraining,
+    Contents,
+    Versions,
+    describe_task,
+    make_error,
+    num_examples,
+)
 from fedplat.simulation.engines.trainers import make_trainer
-from fedplat.simulation.engines.version_refs import Versions
-from fedplat.simulation.engines.work_queue import describe_task, make_error
 
 
 class LoopEngine(Engine):

@@ -17,17 +17,31 @@ from typing_extensions import override
 
 from fedplat.errors import EngineError, ModelError
 from fedplat.model import Parameters, Schema
-from fedplat.simulation.engines import messages
-from fedplat.simulation.engines.client_states import ClientStates
+from fedplat.simulation.engines import worker_pool
 from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
-from fedplat.simulation.engines.messages import Done, ScoreRequest, StateSlot, TrainTask
-from fedplat.simulation.engines.shared_memory import Arrays, Texts
-from fedplat.simulation.engines.tasks import NO_UPDATE, ClientTraining, Contents, num_examples
+from fedplat.simulation.engines.tasks import (
+    NO_UPDATE,
+    ClientStates,
+    ClientTraining,
+    Contents,
+    Versions,
+    WorkQueue,
+    make_error,
+    num_examples,
+)
 from fedplat.simulation.engines.trainers import make_trainer
-from fedplat.simulation.engines.version_refs import Versions
-from fedplat.simulation.engines.work_queue import WorkQueue, make_error
-from fedplat.simulation.engines.worker import EngineWorker, Shared, serve
-from fedplat.simulation.engines.worker_pool import ForkedWorkers
+from fedplat.simulation.engines.worker_pool import (
+    Arrays,
+    Done,
+    EngineWorker,
+    ForkedWorkers,
+    ScoreRequest,
+    Shared,
+    StateSlot,
+    Texts,
+    TrainTask,
+    serve_requests,
+)
 
 _WAITING = 8
 """Queued requests for each worker: enough that no worker is idle while this process is busy, and few, so that a long
@@ -110,7 +124,7 @@ class ProcessEngine(Engine):
         if self._started is None:
             return self._initial_states
         notes = self._started[1].notes
-        return {client: messages.unpack_state(notes.read(note.slot, note.size)) for client, note in self._states}
+        return {client: worker_pool.unpack_state(notes.read(note.slot, note.size)) for client, note in self._states}
 
     @override
     def set_client_states(self, client_states: Mapping[int, Contents]) -> None:
@@ -158,7 +172,7 @@ class ProcessEngine(Engine):
         if self._started is None:
             shared = Shared(schema, Arrays(schema.size_bytes), Arrays(schema.size_bytes), Texts())
             worker = EngineWorker(self._trainer, shared)
-            self._started = ForkedWorkers(self._num_workers, functools.partial(serve, worker)), shared
+            self._started = ForkedWorkers(self._num_workers, functools.partial(serve_requests, worker)), shared
             self._place_states(shared)
         elif difference := schema.difference_from(self._started[1].schema):
             raise ModelError(difference)
@@ -169,7 +183,7 @@ class ProcessEngine(Engine):
         notes: dict[int, StateSlot] = {}
         for client, contents in self._initial_states.items():
             slot = shared.notes.acquire()
-            notes[client] = StateSlot(slot, shared.notes.write(slot, messages.pack_state(contents)))
+            notes[client] = StateSlot(slot, shared.notes.write(slot, worker_pool.pack_state(contents)))
         self._states.replace(notes)
 
     def _release(self, note: StateSlot) -> None:

@@ -1,14 +1,20 @@
-"""The trainer that each process of an engine has, for learners of all kinds."""
+"""The trainer that each process of an engine has: for learners of all kinds, and for those without PyTorch."""
 
 from __future__ import annotations
 
-from typing import Protocol
+import sys
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol, cast
 
-from fedplat.learner import ArrayLearner
-from fedplat.model import Bytes, Parameters
-from fedplat.simulation.engines.array_trainer import InProcessArrays
+from fedplat.config import user_code
+from fedplat.errors import EngineError, ModelError
+from fedplat.learner import ArrayLearner, Config, Data, check_config, config_of_round
+from fedplat.model import Bytes, Parameters, Schema
+from fedplat.randomness import use_seeds
+from fedplat.simulation.data.federation import Array, Part
 from fedplat.simulation.engines.interface import ClientTask
-from fedplat.simulation.engines.tasks import ClientTraining, Contents, LocalResult
+from fedplat.simulation.engines.tasks import NO_UPDATE, ClientTraining, Contents, LocalResult
 
 
 class TaskTrainer(Protocol):
@@ -45,3 +51,101 @@ def make_trainer(task: ClientTraining) -> TaskTrainer:
     from fedplat.simulation.engines.client_trainer import InProcessTrainer
 
     return InProcessTrainer(task)
+
+
+class ArrayTrainer:
+    """Trains clients one after the other with a learner, on the examples that the caller passes.
+
+    Raises `JobFileError` for options that the learner does not support.
+    """
+
+    splits_test = False
+
+    def __init__(self, learner: ArrayLearner, config: Config, seed: int = 0) -> None:
+        self._learner, self._config = learner, config
+        self._name = type(learner).__name__
+        check_config(learner, config)
+        self._schema: Schema = learner.initial(seed).schema
+        self._versions: dict[int, Parameters] = {}
+
+    def check(self, model: Parameters) -> None:
+        """Raise `ModelError` if a model does not have the tensors of the initial one."""
+        if difference := model.schema.difference_from(self._schema):
+            raise ModelError(f"the model does not fit the learner {self._name}: {difference}")
+
+    def publish(self, version: int, model: Parameters) -> None:
+        """Store a version until it is retired. Raises `ModelError` if it does not fit the learner."""
+        self.check(model)
+        self._versions[version] = model
+
+    def retire(self, version: int) -> None:
+        """Remove a version."""
+        del self._versions[version]
+
+    def answer_on(self, data: Data, task: ClientTask, contents: Contents, buffer: Bytes | None = None) -> LocalResult:
+        """Train or score on a client's examples; the update is written to `buffer` if there is one."""
+        base = self._versions[task.version]
+        if task.scores:
+            return LocalResult(NO_UPDATE, self.evaluate_on(data, base), None)
+        parameters = base.copy()
+        config = config_of_round(self._config, task.training_round)
+        with one_thread_of_torch(), use_seeds(task.seed), user_code.wrap_errors(f"{self._name}.train()"):
+            metrics = _check_metrics(self._learner.train(parameters, data, config, task.seed))
+        update = parameters.minus(base)
+        if buffer is not None:
+            buffer[:] = update.buffer
+        return LocalResult(update, metrics, None)
+
+    def evaluate_on(self, data: Data, model: Parameters) -> dict[str, float]:
+        """Score a model; returns no metrics if there are no examples."""
+        if not len(data[1]):
+            return {}
+        with one_thread_of_torch(), use_seeds(0), user_code.wrap_errors(f"{self._name}.evaluate()"):
+            return _check_metrics(self._learner.evaluate(model, data))
+
+    def examples(self, inputs: Array, targets: Array, part: Part) -> Data:
+        """Return copies of the examples at the indices `part`."""
+        return inputs[part], targets[part]
+
+
+class InProcessArrays(ArrayTrainer):
+    """Trains clients on data in the memory of this process: a `TaskTrainer`."""
+
+    def __init__(self, task: ClientTraining) -> None:
+        super().__init__(task.learner, task.options, task.seed)
+        self._federation = task.federation
+
+    def answer(self, task: ClientTask, contents: Contents, buffer: Bytes | None = None) -> LocalResult:
+        """Train or score a client; the update is written to `buffer` if there is one."""
+        data = self._federation
+        part = (data.held_out if task.scores else data.parts)[task.client]
+        return self.answer_on(self.examples(data.inputs, data.targets, part), task, contents, buffer)
+
+    def evaluate(self, model: Parameters, start: int = 0, stop: int | None = None) -> dict[str, float]:
+        """Score a model on the central test examples [start, stop); returns no metrics without examples."""
+        data = self._federation
+        return self.evaluate_on((data.test_inputs[start:stop], data.test_targets[start:stop]), model)
+
+
+def _check_metrics(metrics: object) -> dict[str, float]:
+    if not isinstance(metrics, Mapping):
+        raise EngineError(f"the learner returned a {type(metrics).__name__}; expected metrics, a mapping of numbers")
+    checked: dict[str, float] = {}
+    for name, value in cast(Mapping[object, Any], metrics).items():
+        try:
+            checked[str(name)] = float(value)
+        except (TypeError, ValueError) as exc:
+            raise EngineError(f"the learner returned the metric {name!r}, {value!r}; expected a number") from exc
+    return checked
+
+
+@contextmanager
+def one_thread_of_torch() -> Generator[None]:
+    """Compute on the calling thread inside the block, if PyTorch is used: sums have the same order in all processes."""
+    if "torch" not in sys.modules:
+        yield
+        return
+    from fedplat.simulation.engines.client_trainer import one_thread
+
+    with one_thread():
+        yield

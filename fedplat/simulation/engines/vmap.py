@@ -15,11 +15,9 @@ from fedplat.errors import EngineError
 from fedplat.model import Parameters
 from fedplat.pytorch.vectorized.batched import CohortTrainer
 from fedplat.pytorch.vectorized.layout import Base, UnsuitableError
-from fedplat.simulation.engines.client_states import ClientStates
 from fedplat.simulation.engines.client_trainer import InProcessTrainer, one_thread
 from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
-from fedplat.simulation.engines.tasks import ClientTraining, Contents, LocalResult, num_examples
-from fedplat.simulation.engines.version_refs import Versions
+from fedplat.simulation.engines.tasks import ClientStates, ClientTraining, Contents, LocalResult, Versions, num_examples
 
 
 class VmapEngine(Engine):

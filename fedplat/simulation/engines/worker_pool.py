@@ -1,19 +1,35 @@
-"""Worker processes, the socket of their request queue, and the socket for their answers."""
+"""Worker processes of an engine: their queue, their answers, and the memory that they share with this process.
+
+Only the process that created a file calls `acquire` and `release`; its children use the same slot numbers. The kernel
+frees the memory when the last of these processes ends, whatever the cause.
+"""
 
 from __future__ import annotations
 
+import gc
 import mmap
 import multiprocessing
+import os
 import signal
 import socket
-from collections.abc import Callable
+import sys
+import weakref
+from collections.abc import Callable, Mapping
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
+from typing import NamedTuple
 
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from fedplat import texts
+from fedplat.config import user_code
 from fedplat.errors import EngineError
-from fedplat.simulation.engines import messages
-from fedplat.simulation.engines.messages import Done, ScoreRequest, TrainTask
-from fedplat.simulation.engines.worker import IDLE, NO_CLIENT
+from fedplat.model import Bytes, Parameters, Schema
+from fedplat.simulation.engines import malloc
+from fedplat.simulation.engines.interface import ClientTask
+from fedplat.simulation.engines.trainers import TaskTrainer
 
 Serve = Callable[[socket.socket, socket.socket, memoryview], None]
 """The main function of a worker: (request queue, answer socket, the client that it trains in shared memory)."""
@@ -51,7 +67,7 @@ class ForkedWorkers:
         Raises `EngineError` if all workers have ended.
         """
         try:
-            self._queue.send(messages.encode(request), socket.MSG_DONTWAIT)
+            self._queue.send(encode(request), socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
         except BrokenPipeError as exc:
@@ -84,12 +100,12 @@ class ForkedWorkers:
         replies: list[Done] = []
         while True:
             try:
-                content = self._answers.recv(messages.MAX_BYTES, 0 if not replies else socket.MSG_DONTWAIT)
+                content = self._answers.recv(MAX_BYTES, 0 if not replies else socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return replies
             if not content:
                 return replies
-            replies.append(messages.replies.decode(content))
+            replies.append(decode_replies.decode(content))
 
     def _run_worker(self, serve: Serve, queue: socket.socket, answers: socket.socket, current: memoryview) -> None:
         # Else the worker would keep the parent's ends open, and could not detect that the parent has ended.
@@ -110,3 +126,225 @@ def describe_exit(process: BaseProcess, activity: str, advice: str) -> str:
 def _describe_activity(current: int) -> str:
     activities = {IDLE: "while it was idle", NO_CLIENT: "while it scored a model"}
     return activities.get(current, f"while it trained client {current}")
+
+
+class Shared(NamedTuple):
+    """The memory that all processes share: model versions, updates and client states (`notes`)."""
+
+    schema: Schema
+    versions: Arrays
+    updates: Arrays
+    notes: Texts
+
+
+class EngineWorker:
+    """Answers requests with the trainer of this process."""
+
+    def __init__(self, trainer: TaskTrainer, shared: Shared) -> None:
+        self._trainer, self._shared = trainer, shared
+        self._loaded: dict[int, int] = {}  # versions by slot
+
+    def answer(self, request: TrainTask | ScoreRequest) -> Done:
+        """Carry out a request and return the reply; never raises, because a failure is a reply too."""
+        try:
+            return self._score(request) if isinstance(request, ScoreRequest) else self._train(request)
+        except BaseException as exc:  # the process boundary: the parent raises it
+            if user_code.is_interrupt(exc):
+                raise
+            return Done(request.number, failure=texts.describe(exc)[:MAX_FAILURE])
+
+    def _train(self, request: TrainTask) -> Done:
+        self._load(request.version, request.base)
+        notes, before, note = self._shared.notes, request.before, None
+        contents = {} if before is None else unpack_state(notes.read(before.slot, before.size))
+        task = ClientTask(
+            request.client, request.version, request.seed, request.fraction, request.scores, request.round_number
+        )
+        outcome = self._trainer.answer(task, contents, self._shared.updates.array(request.update))
+        if outcome.contents is not None:
+            note = StateSlot(request.after, notes.write(request.after, pack_state(outcome.contents)))
+        return Done(request.number, dict(outcome.metrics), note)
+
+    def _load(self, version: int, slot: int) -> None:
+        """Read a version at its first use; it replaces the one that was in that slot."""
+        before = self._loaded.get(slot)
+        if before == version:
+            return
+        if before is not None:
+            self._trainer.retire(before)
+        self._trainer.publish(version, Parameters(self._shared.schema, self._shared.versions.array(slot)))
+        self._loaded[slot] = version
+
+    def _score(self, request: ScoreRequest) -> Done:
+        model = Parameters(self._shared.schema, self._shared.versions.array(request.base))
+        return Done(request.number, self._trainer.evaluate(model, request.start, request.stop))
+
+
+def serve_requests(worker: EngineWorker, queue: socket.socket, answers: socket.socket, current: memoryview) -> None:
+    """Answer requests until the queue is closed.
+
+    `current[0]` is the client in training, `IDLE` or `NO_CLIENT`: the parent reads it if this process is killed.
+    """
+    # The parent decides when to end. This process runs none of the parent's tasks, so it must not handle its signals.
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if torch := sys.modules.get("torch"):  # a learner need not use it
+        torch.set_num_threads(1)
+    malloc.keep_freed_memory()
+    gc.freeze()  # else each collection would visit, and so copy, all objects from before the fork
+    while content := queue.recv(MAX_BYTES):
+        request = requests.decode(content)
+        current[0] = request.client if isinstance(request, TrainTask) else NO_CLIENT
+        try:
+            answers.send(encode(worker.answer(request)))
+        except BrokenPipeError:
+            return  # the parent has ended
+        current[0] = IDLE
+
+
+IDLE, NO_CLIENT = -1, -2
+"""The activity of a worker that trains no client: waiting, or scoring a model."""
+
+
+MAX_BYTES = 1 << 16
+"""The largest message, in bytes."""
+MAX_FAILURE = 1 << 14
+"""The longest error text, in characters."""
+
+
+class StateSlot(Struct, frozen=True, array_like=True):
+    """A client state in shared memory: its slot and its size in bytes."""
+
+    slot: int
+    size: int
+
+
+class TrainTask(Struct, frozen=True, tag=True, array_like=True):
+    """A training or scoring task of one client.
+
+    `base` is the slot of the version, `before` the client state at the start if there is one. `update` and `after` are
+    the slots to write the update and the new client state to; a task that scores uses neither.
+    """
+
+    number: int
+    client: int
+    version: int
+    seed: int
+    fraction: float
+    base: int
+    update: int
+    before: StateSlot | None
+    after: int
+    scores: bool
+    round_number: int = 0
+
+
+class ScoreRequest(Struct, frozen=True, tag=True, array_like=True):
+    """A request to score the model in slot `base` on the central test examples [start, stop)."""
+
+    number: int
+    base: int
+    start: int
+    stop: int
+
+
+class Done(Struct, frozen=True, array_like=True):
+    """The reply to a request. `note` is the new client state if it changed; `failure` is the error text, or ""."""
+
+    number: int
+    metrics: dict[str, float] = {}
+    note: StateSlot | None = None
+    failure: str = ""
+
+
+encode = msgspec.msgpack.encode
+requests = msgspec.msgpack.Decoder(TrainTask | ScoreRequest)
+decode_replies = msgspec.msgpack.Decoder(Done)
+_contents = msgspec.msgpack.Decoder(dict[str, memoryview])
+
+
+def pack_state(contents: Mapping[str, Parameters]) -> bytes:
+    """Encode a client state."""
+    return encode({name: values.to_bytes() for name, values in contents.items()})
+
+
+def unpack_state(content: bytes) -> dict[str, Parameters]:
+    """Decode a client state that `pack_state` encoded."""
+    return {name: Parameters.from_bytes(values) for name, values in _contents.decode(content).items()}
+
+
+class _Slots:
+    """Reusable slot numbers; the last one released is reused first, because its pages exist and may be in a cache."""
+
+    def __init__(self, stride: int) -> None:
+        self._stride = stride
+        self._descriptor = os.memfd_create("fedplat")
+        self._free: list[int] = []
+        self._count = 0
+
+    def acquire(self) -> int:
+        """Return a free slot; its content is undefined."""
+        if self._free:
+            return self._free.pop()
+        self._count += 1
+        os.ftruncate(self._descriptor, self._count * self._stride)
+        return self._count - 1
+
+    def release(self, slot: int) -> None:
+        """Free a slot; no process may use it any more."""
+        self._free.append(slot)
+
+    def close(self) -> None:
+        """Free the memory, as soon as no array refers to it."""
+        os.close(self._descriptor)
+
+
+class Arrays(_Slots):
+    """Slots for arrays of one size, which processes map and use in place."""
+
+    def __init__(self, size_bytes: int) -> None:
+        super().__init__(max(1, -(-size_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE)
+        self._size = size_bytes
+        self._mapped: dict[int, mmap.mmap] = {}
+
+    def array(self, slot: int) -> Bytes:
+        """Return the bytes of a slot."""
+        if slot not in self._mapped:
+            self._mapped[slot] = mmap.mmap(self._descriptor, self._stride, offset=slot * self._stride)
+        return np.frombuffer(self._mapped[slot], np.uint8, self._size)
+
+    def lend(self, slot: int) -> Bytes:
+        """Return the bytes of a slot, and release the slot when nothing refers to them any more."""
+        array = self.array(slot)
+        weakref.finalize(array, self.release, slot).atexit = False
+        return array[:]
+
+    def close(self) -> None:
+        """Free the memory, as soon as no array refers to it."""
+        self._mapped.clear()
+        super().close()
+
+
+class Texts(_Slots):
+    """Slots for bytes of any length, which are copied in and out."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 36)  # offsets in a sparse file: only written pages use memory
+
+    def write(self, slot: int, content: bytes) -> int:
+        """Replace the content of a slot; returns its size in bytes."""
+        view, start = memoryview(content), slot * self._stride
+        while view:
+            count = os.pwrite(self._descriptor, view, start)
+            view, start = view[count:], start + count
+        return len(content)
+
+    def read(self, slot: int, size: int) -> bytes:
+        """Return the first `size` bytes of a slot."""
+        parts: list[bytes] = []
+        start = slot * self._stride
+        while size:
+            parts.append(os.pread(self._descriptor, size, start))
+            start, size = start + len(parts[-1]), size - len(parts[-1])
+        return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -83,7 +83,7 @@ class TrainingModel(Protocol):
         raise AssertionError(task)
 
     def warm_start(self, command: RunWarmStart) -> AttemptAggregated:
-        """Compute version 1 without clients. Only Flower apps do: `unsupported.check` refuses other such jobs."""
+        """Compute version 1 without clients. Only Flower apps do; `feasible.check_supported` refuses others."""
         raise AssertionError(command)
 
     def settle(self, key: AttemptKey, version: int | None) -> Mapping[str, float]:

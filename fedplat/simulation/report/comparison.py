@@ -14,8 +14,8 @@ from fedplat import texts
 from fedplat.metrics import find_range
 from fedplat.simulation.recording.folder import finite
 from fedplat.simulation.recording.result import Result
-from fedplat.simulation.report import page, plots
-from fedplat.simulation.report.frames import to_frame
+from fedplat.simulation.report import notebook, plots
+from fedplat.simulation.report.notebook import to_frame
 from fedplat.simulation.report.statistics import CONFIDENCE, Floats, MeanInterval, MeanSeries, mean_interval
 from fedplat.simulation.report.summary import Series, series, summarize
 
@@ -110,8 +110,8 @@ class Comparison:
         return "\n".join(line.rstrip() for line in lines)
 
     def _repr_html_(self) -> str:
-        picture = page.format_picture(self._draw, f"{self.metric} by round")
-        return f"<div>{page.format_table(self._rows(), self._header())}{picture}</div>"
+        picture = notebook.format_picture(self._draw, f"{self.metric} by round")
+        return f"<div>{notebook.format_table(self._rows(), self._header())}{picture}</div>"
 
     def _header(self) -> tuple[str, ...]:
         header = ("configuration", "seeds", f"last {self.metric}", f"best {self.metric}")

@@ -1,14 +1,18 @@
-"""The summary of a run: its most important numbers."""
+"""The most important numbers of a run, as records and as the table that `fedplat simulate` and `print(run)` show."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
+from fedplat import texts
 from fedplat.metrics import is_smaller_better
+from fedplat.privacy.cost import Cost
 from fedplat.simulation.recording.result import AttemptResult, Result
 
 Floats = npt.NDArray[np.float64]
@@ -110,4 +114,125 @@ def find_crossing(line: Series, sign: float, target: float) -> tuple[float, floa
     part = (sign * target - before) / (after - before) if np.isfinite(before) else 1.0
     return tuple(  # pyright: ignore[reportReturnType] - two numbers
         float(axis[index - 1] + part * (axis[index] - axis[index - 1])) for axis in (line.rounds, line.at_s)
+    )
+
+
+NUM_GROUPS = 3
+MIN_GROUP = 10
+"""Shares of smaller groups say little: whether a single client was drawn changes them."""
+
+
+def describe(
+    result: Result, summary: Summary, privacy: Cost | None = None, secure: SecureSummary | None = None
+) -> dict[str, str]:
+    """Return the numbers of a run; those of its privacy and of its secure aggregation, if it has them."""
+    fields = _describe_work(result) | _describe_scores(summary)
+    if privacy is not None:
+        fields["privacy"] = (
+            f"epsilon {privacy.epsilon:.4g} at delta {privacy.delta:g} for {privacy.releases} releases, noise "
+            f"multiplier {privacy.noise_multiplier:g}"
+        )
+    if secure is not None:
+        fields["secure sums"] = secure.describe()
+    if groups := [each for each in result.groups if abs(each.over - 1.0) > 0.05 and each.num_clients >= MIN_GROUP]:
+        groups.sort(key=lambda group: -abs(group.over - 1.0))
+        shown = (f"{group.name} has {group.over:.2f} times its share" for group in groups[:NUM_GROUPS])
+        fields["participation"] = ", ".join(shown)
+    return fields
+
+
+def format_lines(fields: dict[str, str]) -> str:
+    """Return one line for each field, with aligned values."""
+    width = max(map(len, fields))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in fields.items())
+
+
+def _describe_work(result: Result) -> dict[str, str]:
+    totals = result.totals
+    abandoned = f" and {texts.format_count(totals.abandoned, 'abandoned attempt')}" if totals.abandoned else ""
+    counts = sorted(totals.counts.items(), key=lambda each: -each[1])
+    rounds = texts.format_count(totals.rounds, "round")
+    return {
+        "status": result.status + (f" ({result.reason})" if result.reason else ""),
+        "virtual time": f"{texts.duration(totals.duration_s)} for {rounds}{abandoned}",
+        "assignments": f"{totals.assigned:,}: " + ", ".join(f"{count:,} {state.lower()}" for state, count in counts),
+        "clients": f"{totals.distinct_clients:,} of {result.num_clients:,} were assigned",
+        "traffic": f"{texts.size(totals.bytes_down)} down, {texts.size(totals.bytes_up)} up",
+    }
+
+
+def _describe_scores(summary: Summary) -> dict[str, str]:
+    fields: dict[str, str] = {}
+    if (best := summary.best) is not None and (last := summary.last) is not None:
+        fields[summary.metric] = f"{last.value:.4f} at the end, best {best.value:.4f} in round {best.round}"
+    if (scored := summary.federated) is not None:
+        fields["on clients"] = (
+            f"{summary.metric} {scored.value:.4f} on data held out from their training, round {scored.round}"
+        )
+    if summary.target:
+        reached = "not reached"
+        if (rounds := summary.rounds_to_target) is not None and (seconds := summary.seconds_to_target) is not None:
+            reached = f"after {rounds:.1f} rounds, {texts.duration(seconds)}"
+        fields[f"{summary.metric} {summary.target:g}"] = reached
+    return fields
+
+
+_NAMES = {
+    "ADVERTISING": "before they sent their keys",
+    "SHARING": "while sharing",
+    "COLLECTING": "before their update",
+    "CONFIRMING": "while confirming",
+    "UNMASKING": "while unmasking",
+}
+
+
+class SecureSummary(Struct, frozen=True, kw_only=True):
+    """The means of `SecureCosts` over the attempts that committed, and the sums of drop-outs over all attempts.
+
+    `protocol` is "real" if keys, shares and masks were computed, and "model" if only their cost was; results and costs
+    are the same.
+    """
+
+    protocol: str
+    attempts: int
+    committed: int
+    groups: int
+    dropped: dict[str, int]
+    bytes_down: float
+    bytes_up: float
+    client_s: float
+    server_s: float
+
+    def describe(self) -> str:
+        """Return the summary as a sentence."""
+        groups = "" if self.groups == 1 else f"{self.groups} groups, "
+        lost = ", ".join(f"{count} {_NAMES[phase]}" for phase, count in self.dropped.items() if count)
+        return (
+            f"{groups}a client pays {texts.size(self.bytes_up)} up, {texts.size(self.bytes_down)} down and "
+            f"{self.client_s:.3g} s of a core in a round, the server {self.server_s:.3g} s; "
+            f"lost clients: {lost or 'none'}"
+            + ("" if self.protocol == "real" else "; without keys and masks, which change no result")
+        )
+
+
+def summarize_costs(result: Result, *, runs_protocol: bool) -> SecureSummary | None:
+    """Return the costs of a run; None if it had no secure aggregation."""
+    costs = [each for _, each in result.secure_costs]
+    if not costs:
+        return None
+    paid = [each for record, each in result.secure_costs if record.committed]
+    dropped: Counter[str] = Counter()
+    for each in costs:
+        dropped.update(each.dropped)
+    count = max(len(paid), 1)
+    return SecureSummary(
+        protocol="real" if runs_protocol else "model",
+        attempts=len(costs),
+        committed=len(paid),
+        groups=max(each.groups for each in costs),
+        dropped={phase: dropped[phase] for phase in _NAMES if phase in dropped},
+        bytes_down=sum(each.bytes_down for each in paid) / count,
+        bytes_up=sum(each.bytes_up for each in paid) / count,
+        client_s=sum(each.client_s for each in paid) / count,
+        server_s=sum(each.server_s for each in paid) / count,
     )

@@ -14,7 +14,7 @@ from fedplat.learner import ArrayLearner
 from fedplat.model import Parameters
 from fedplat.randomness import use_seeds
 from fedplat.simulation.scenario.file import SimulationFile
-from fedplat.simulation.scenario.learners import ModelOptions
+from fedplat.simulation.scenario.options import ModelOptions
 
 if TYPE_CHECKING:
     from fedplat.pytorch.training import Learner

@@ -1,4 +1,4 @@
-"""What can be known before a simulation starts: whether its fleet has the clients that the rounds of its job need."""
+"""What can be known before a simulation starts: whether it supports the job, and has the clients for its rounds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_DRAWN = 100_000
 """The largest fleet that is drawn only to check a file."""
 
 
-def check(spec: JobSpec, fleet: Fleet) -> str:
+def check_feasible(spec: JobSpec, fleet: Fleet) -> str:
     """Raise `JobFileError` for a job whose first rounds need clients that the fleet does not have.
 
     Return a warning if each of its rounds waits for clients that do not exist; empty without one.
@@ -53,7 +53,7 @@ def check_file(file: SimulationFile) -> str:
     num_clients: int = getattr(options.partition, "clients", 0)
     if TABLE not in file.raw or not 0 < (num_clients or options.fleet.num_clients) <= MAX_DRAWN:
         return ""
-    return check(file.job, build_fleet(options.fleet, options.seed, num_clients, file.folder))
+    return check_feasible(file.job, build_fleet(options.fleet, options.seed, num_clients, file.folder))
 
 
 def _count_eligible(spec: JobSpec, fleet: Fleet) -> int:
@@ -89,3 +89,18 @@ def _check_separation(spec: JobSpec, fleet: Fleet, count: int) -> None:
                 "needs; expected a smaller separation, a smaller goal or more clients"
             )
         free -= min(most, free)  # none of them may be drawn again within these rounds
+
+
+def check_supported(spec: JobSpec) -> None:
+    """Raise `JobFileError` for a job that trains on the server's data, or that a Flower app runs.
+
+    `[pool]` is ignored: it changes no result.
+    """
+    if spec.flower is not None:
+        raise JobFileError("flower: a Flower app is simulated from its folder; run fedplat flower run APP_DIR")
+    tables = {"warm_start": spec.warm_start, "server_step": spec.server_step}
+    if unsupported := [f"[{name}]" for name, table in tables.items() if table is not None]:
+        raise JobFileError(
+            f"{' and '.join(unsupported)}: a simulation has no server to train on its own data; leave the table out, "
+            "and begin with a model that was trained before (model.initial = a .safetensors file)"
+        )

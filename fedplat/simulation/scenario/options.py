@@ -1,17 +1,110 @@
-"""The table `[simulation]` of a simulation file: the environment of the job."""
+"""The table `[simulation]` of a simulation file, and in it the learner that simulated clients train."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 from msgspec import Meta, Struct
 
+from fedplat.config import user_code
 from fedplat.config.plugin_objects import adopt_fields
+from fedplat.config.plugins import Kind, by_name, define
+from fedplat.config.toml import format_value
+from fedplat.config.user_code import Reference
+from fedplat.errors import UserCodeError
+from fedplat.learner import ArrayLearner, BaseLearner
+from fedplat.metrics import Metric
 from fedplat.simulation.clients import FleetOptions
 from fedplat.simulation.clients.links import LinkOptions
 from fedplat.simulation.data import DataSource, Partition
 from fedplat.simulation.engines.registry import AutoOptions, EngineOptions
-from fedplat.simulation.scenario.learners import LearnerOptions, ModelOptions
+from fedplat.sklearn import SklearnLearner
+
+MAX_METRICS = 20
+LOSS_NAMES = ("cross_entropy", "mse", "bce_with_logits")
+"""The built-in losses, see `model.LOSSES`."""
+ACCURACY_NAMES = ("auto", "classes", "none")
+"""What `accuracy` can be besides a function, see `fedplat.pytorch.training.Learner`."""
+
+
+@runtime_checkable
+class LearnerOptions(Protocol):
+    """The `[simulation.model]` table."""
+
+    def build(self, folder: Path) -> Any:
+        """Return the learner; its files are relative to `folder`. Raises `JobFileError` and `UserCodeError`."""
+        ...
+
+
+class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field="learner", tag="torch"):
+    """A PyTorch module and its loss.
+
+    `module` is a function that creates the PyTorch module; "" stands for the job's `model.initial`. `loss` is the name
+    of a mean loss of outputs and targets, or a function. `personal` names the tensors that clients do not share.
+    `metrics` are those of evaluations, besides the loss and the accuracy: names, or tables with the key `name`.
+    `accuracy` is a function of outputs and targets that returns which answers are correct, or "classes" if the largest
+    output of dimension 1 is the answer; "auto" is "classes" for the cross entropy, and no accuracy for other losses.
+    """
+
+    module: str = ""
+    loss: str = "cross_entropy"
+    personal: list[str] = []
+    metrics: Annotated[tuple[Metric, ...], Meta(max_length=MAX_METRICS)] = ()
+    accuracy: str = "auto"
+
+    def __post_init__(self) -> None:
+        for key, value, names in (
+            ("module", self.module, ("",)),
+            ("loss", self.loss, LOSS_NAMES),
+            ("accuracy", self.accuracy, ACCURACY_NAMES),
+        ):
+            try:
+                if value not in names:
+                    user_code.split(value)
+            except UserCodeError as exc:
+                expected = ", ".join([*filter(None, names), "or module:function"]).removeprefix("or ")
+                raise ValueError(f"{key} = {format_value(value)}: expected {expected}") from exc
+
+    def build(self, folder: Path) -> Any:
+        """Return the learner."""
+        from fedplat.simulation.scenario.model import make_learner
+
+        learner = make_learner(self.module, self.loss, self.accuracy, folder)
+        return dataclasses.replace(learner, personal=tuple(self.personal), metrics=self.metrics)
+
+
+class LightningOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field="learner", tag="lightning"):
+    """A module of PyTorch Lightning: `module` is its class, or a function that creates it, with keyword `options`."""
+
+    module: Reference
+    options: dict[str, Any] = {}
+
+    def build(self, folder: Path) -> ArrayLearner:
+        """Return the learner."""
+        from fedplat.pytorch.lightning import LightningLearner, OwnLightningModule
+
+        return LightningLearner(OwnLightningModule(self.module, folder, self.options))
+
+
+LEARNERS: Mapping[str, type[LearnerOptions]] = by_name(ModelOptions, SklearnLearner, LightningOptions)
+"""The options record of each built-in learner, by its name in a simulation file."""
+
+define(
+    Kind(
+        "learners",
+        "learner",
+        "a learner",
+        LearnerOptions,
+        ("initial", "train", "evaluate"),
+        LEARNERS,
+        BaseLearner,
+        default="torch",
+    )
+)
+
 
 SecureMode = Literal["auto", "real", "model"]
 YEAR_S = 365 * 86_400.0

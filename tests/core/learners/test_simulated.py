@@ -15,7 +15,7 @@ from fedplat.model import Parameters
 from fedplat.simulation.api import simulate
 from fedplat.simulation.data import Federation
 from fedplat.simulation.scenario.file import SimulationFile, parse
-from fedplat.simulation.scenario.learners import ModelOptions
+from fedplat.simulation.scenario.options import ModelOptions
 from support.learners import Centroids, read_page
 
 RNG = np.random.default_rng(1)

@@ -21,7 +21,7 @@ from fedplat.pytorch.training import Learner
 from fedplat.simulation import SimulationOptions, make_job, simulate
 from fedplat.simulation.data import Federation
 from fedplat.simulation.scenario.file import of_records
-from fedplat.simulation.scenario.learners import ModelOptions
+from fedplat.simulation.scenario.options import ModelOptions
 from fedplat.simulation.setup import prepare
 from fedplat_client import Task
 from fedplat_client.trainers.torch import TorchTrainer

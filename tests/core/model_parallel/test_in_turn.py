@@ -15,7 +15,7 @@ from fedplat.parallel import Parallel
 from fedplat.pytorch import server
 from fedplat.pytorch.parallel import Layout, make_gradients
 from fedplat.pytorch.server import TrainingRun
-from fedplat.pytorch.server.layouts import find_layout
+from fedplat.pytorch.server.trainer import find_layout
 from support.model_parallel import piped
 from support.model_parallel.piped import Case, Measured
 from support.model_parallel.pool import TABLE, make_trainer

@@ -15,7 +15,7 @@ from torch import nn
 from fedplat.parallel import Parallel
 from fedplat.pytorch.parallel import ParallelPlan
 from fedplat.pytorch.parallel.divided_module import make_empty
-from fedplat.pytorch.parallel.stages import split_stages
+from fedplat.pytorch.parallel.plan import split_stages
 from fedplat.pytorch.training.learner import Learner
 from support.model_parallel import llama, piped
 from support.model_parallel.piped import Case, Measured

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from fedplat.pytorch.distributed import join_group
 from fedplat.pytorch.parallel.divided_module import materialize
 from fedplat.pytorch.training import Learner, LocalOptions
-from fedplat.pytorch.training.losses import make_loss
+from fedplat.pytorch.training.learner import make_loss
 from fedplat.pytorch.training.stepper import StepAlgorithm, Stepper
 from support.model_parallel import divided, piped
 from support.model_parallel.divided import Case, Found

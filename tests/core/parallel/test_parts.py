@@ -16,14 +16,14 @@ from fedplat.pytorch.convert import from_state_dict, load_into
 from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.server import ServerTrainer, TrainingRun, pack_sequences
 from fedplat.pytorch.server.distillation import divergence
-from fedplat.pytorch.server.lr_schedule import factor
+from fedplat.pytorch.server.training import learning_rate_factor
 from support.ranks import scenarios
 
 
 def test_the_rate_grows_from_that_of_one_rank_to_that_of_all() -> None:
-    assert [factor("linear", 5, 4, step) for step in range(6)] == [1.0, 2.0, 3.0, 4.0, 5.0, 5.0]
-    assert [factor("sqrt", 4, 0, step) for step in range(2)] == [2.0, 2.0]
-    assert [factor("none", 4, 2, step) for step in range(3)] == [1.0, 1.0, 1.0]
+    assert [learning_rate_factor("linear", 5, 4, step) for step in range(6)] == [1.0, 2.0, 3.0, 4.0, 5.0, 5.0]
+    assert [learning_rate_factor("sqrt", 4, 0, step) for step in range(2)] == [2.0, 2.0]
+    assert [learning_rate_factor("none", 4, 2, step) for step in range(3)] == [1.0, 1.0, 1.0]
 
 
 def test_packed_rows_go_on_where_the_last_one_ended() -> None:

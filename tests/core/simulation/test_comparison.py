@@ -18,9 +18,9 @@ from fedplat.errors import MissingExtraError
 from fedplat.metrics import find_range
 from fedplat.simulation import Comparison, Run, compare, simulate
 from fedplat.simulation.recording.result import Result
-from fedplat.simulation.report import page, plots
+from fedplat.simulation.report import notebook, plots
 from fedplat.simulation.report.comparison import compare_results
-from fedplat.simulation.report.frames import list_rounds
+from fedplat.simulation.report.notebook import list_rounds
 from fedplat.simulation.report.statistics import mean_interval
 from fedplat.simulation.report.summary import summarize
 from support.simulation.runs import attempt, result, write_digits
@@ -159,7 +159,7 @@ EVIL = "<script>alert('x')</script>\x1b[2J $\\frac"
 
 def test_html_is_escaped_and_has_no_script() -> None:
     run = make([0.1, 0.2], 0)
-    found = Page(page.format_run(dataclasses.replace(run, reason=EVIL), summarize(run)))
+    found = Page(notebook.format_run(dataclasses.replace(run, reason=EVIL), summarize(run)))
     assert set(found.names) == {"div", "table", "tr", "td", "img"}
     assert found.sources[0].startswith("data:image/png;base64,")
     assert "<script>alert('x')</script>\ufffd[2J" in found.text

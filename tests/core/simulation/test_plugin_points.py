@@ -18,7 +18,7 @@ from fedplat.simulation.api import simulate
 from fedplat.simulation.engines.registry import LoopOptions
 from fedplat.simulation.run_folder import RunFolderOptions
 from fedplat.simulation.scenario import file as files
-from fedplat.simulation.scenario.learners import ModelOptions
+from fedplat.simulation.scenario.options import ModelOptions
 from support.cli.runner import CliRunner
 from support.simulation.runs import write_digits
 

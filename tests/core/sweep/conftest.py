@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from fedplat.sweep import runner
-from fedplat.sweep.messages import StepRequest
-from fedplat.sweep.worker import OUTCOME
+from fedplat.sweep.worker import OUTCOME, StepRequest
 from support.cli.fake_admin import FakeServer
 from support.cli.fake_state import State
 from support.sweeps import FakePool, outcome

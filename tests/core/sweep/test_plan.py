@@ -11,7 +11,7 @@ import pytest
 from fedplat import sweep
 from fedplat.errors import JobFileError
 from fedplat.sweep import plan
-from fedplat.sweep.options import SweepOptions
+from fedplat.sweep.plan import SweepOptions
 from support.sweeps import BASE, GRID, HALVING, SEARCH, write_sweep
 
 

@@ -21,9 +21,8 @@ from fedplat.simulation.data import Dataset
 from fedplat.simulation.data.sources import SourcePaths
 from fedplat.simulation.scenario import file as files
 from fedplat.sweep import StepProgress, worker
-from fedplat.sweep.messages import DoneReply, FailureReply, StepRequest, WorkerSetup
 from fedplat.sweep.outcome import Outcome
-from fedplat.sweep.worker import OUTCOME, SweepWorker
+from fedplat.sweep.worker import OUTCOME, DoneReply, FailureReply, StepRequest, SweepWorker, WorkerSetup
 from support.polling import until
 from support.simulation.engines import RAY
 from support.sweeps import BASE, GRID, HALVING, SEARCH, write_sweep

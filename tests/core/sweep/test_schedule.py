@@ -8,11 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from fedplat.sweep.options import IntegerRange, LogRange, MedianStopping, SearchOptions, SuccessiveHalving
 from fedplat.sweep.outcome import Objective
-from fedplat.sweep.plan import Configuration
-from fedplat.sweep.rungs import choose_stopped
-from fedplat.sweep.schedule import once
+from fedplat.sweep.plan import Configuration, IntegerRange, LogRange, MedianStopping, SearchOptions, SuccessiveHalving
+from fedplat.sweep.schedule import choose_stopped, once
 from fedplat.sweep.search import TrialChooser
 from fedplat.sweep.table import make_table
 from support.sweeps import drive, outcome

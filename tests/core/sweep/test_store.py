@@ -14,10 +14,9 @@ from fedplat import __version__, sweep
 from fedplat.errors import DataError
 from fedplat.simulation import simulate
 from fedplat.sweep import SweepFile, SweepResult, runner
-from fedplat.sweep.messages import StepRequest
 from fedplat.sweep.runner import WorkerOptions
 from fedplat.sweep.store import open_folder
-from fedplat.sweep.worker import OUTCOME
+from fedplat.sweep.worker import OUTCOME, StepRequest
 from support.sweeps import BASE, GRID, HALVING, FakePool, outcome, write_sweep
 
 

@@ -10,15 +10,15 @@ import pytest
 from msgspec import Struct
 
 from fedplat import sweep
-from fedplat.sweep import options
+from fedplat.sweep import plan
 from support.sweeps import BASE
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "sweeps.md").read_text("utf-8")
 FILES = dict(re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", PAGE, flags=re.DOTALL))
 RECORDS = [
-    *(options.SweepOptions, options.SearchOptions, options.MedianStopping, options.SuccessiveHalving),
-    *(options.FloatRange, options.LogRange, options.IntegerRange, options.Choices),
+    *(plan.SweepOptions, plan.SearchOptions, plan.MedianStopping, plan.SuccessiveHalving),
+    *(plan.FloatRange, plan.LogRange, plan.IntegerRange, plan.Choices),
 ]
 
 

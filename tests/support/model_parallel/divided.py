@@ -34,7 +34,7 @@ from fedplat.pytorch.training import (
     check_examples,
 )
 from fedplat.pytorch.training import train as train_locally
-from fedplat.pytorch.training.losses import make_loss
+from fedplat.pytorch.training.learner import make_loss
 from fedplat.pytorch.training.stepper import StepAlgorithm, Stepper
 from support.model_parallel import llama
 from support.model_parallel.llama import PLAN, Llama

@@ -13,7 +13,7 @@ from fedplat.parallel import Parallel
 from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.parallel import ParallelPlan, ParallelTrainee, make_gradients, make_layout
 from fedplat.pytorch.training import Learner, LocalOptions, StepSchedule, check_examples
-from fedplat.pytorch.training.losses import make_loss
+from fedplat.pytorch.training.learner import make_loss
 from fedplat.pytorch.training.stepper import StepAlgorithm, Stepper
 
 WIDTH = 1024

@@ -25,8 +25,7 @@ from fedplat.pytorch.parallel import Layout, ParallelPlan, ParallelTrainee, make
 from fedplat.pytorch.parallel.pipedream import PipeDreamGradients
 from fedplat.pytorch.server import ServerTrainer, TrainingRun
 from fedplat.pytorch.training import LocalOptions, MakeOptimizer, StepSchedule, check_examples
-from fedplat.pytorch.training.learner import Learner
-from fedplat.pytorch.training.losses import make_loss
+from fedplat.pytorch.training.learner import Learner, make_loss
 from fedplat.pytorch.training.stepper import StepAlgorithm, Stepper
 from support.model_parallel.llama import PLAN, Llama, examples
 

@@ -14,8 +14,7 @@ from fedplat.parallel import Parallel
 from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.parallel import ParallelTrainee, make_gradients, make_layout
 from fedplat.pytorch.training import LocalOptions, MakeOptimizer, StepSchedule, check_examples
-from fedplat.pytorch.training.learner import Learner
-from fedplat.pytorch.training.losses import make_loss
+from fedplat.pytorch.training.learner import Learner, make_loss
 from fedplat.pytorch.training.stepper import StepAlgorithm, Stepper
 from support.model_parallel.llama import PLAN, Llama, examples
 

@@ -17,7 +17,7 @@ from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.parallel import Layout, ParallelPlan, ParallelTrainee, make_gradients, make_layout
 from fedplat.pytorch.parallel.plan import Style
 from fedplat.pytorch.training import Learner, StepSchedule, check_examples
-from fedplat.pytorch.training.losses import make_loss
+from fedplat.pytorch.training.learner import make_loss
 from fedplat.pytorch.training.stepper import StepAlgorithm, Stepper
 from support.model_parallel import llama
 from support.model_parallel.llama import PLAN, Llama

@@ -18,8 +18,8 @@ from fedplat.pytorch.distributed import Ranks, Transport, VectorLayout, make_vec
 from fedplat.pytorch.distributed.bench.buffers import Buffers
 from fedplat.pytorch.distributed.bench.measure import MakeTrials, measure
 from fedplat.pytorch.distributed.bench.records import FACTORS, BenchPlan, BenchStep
+from fedplat.pytorch.distributed.exchange import P2PVectors
 from fedplat.pytorch.distributed.group import prove_key
-from fedplat.pytorch.distributed.p2p import P2PVectors
 
 LIBRARY_TRIALS = "fedplat.pytorch.distributed.bench.measure:make_library_trials"
 

@@ -17,15 +17,21 @@ from typing_extensions import override
 from fedplat.errors import EngineError
 from fedplat.learner import ArrayLearner
 from fedplat.model import Parameters, Schema
-from fedplat.simulation.engines import messages
-from fedplat.simulation.engines.client_states import ClientStates
+from fedplat.simulation.engines import worker_pool
 from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
 from fedplat.simulation.engines.ray.cluster import Cluster
 from fedplat.simulation.engines.ray.data import DataShards
 from fedplat.simulation.engines.ray.worker import Answer, Piece, RayWorker, make_piece, make_trainer
-from fedplat.simulation.engines.tasks import NO_UPDATE, ClientTraining, Contents, num_examples
-from fedplat.simulation.engines.version_refs import Versions
-from fedplat.simulation.engines.work_queue import WorkQueue, make_error
+from fedplat.simulation.engines.tasks import (
+    NO_UPDATE,
+    ClientStates,
+    ClientTraining,
+    Contents,
+    Versions,
+    WorkQueue,
+    make_error,
+    num_examples,
+)
 
 _AHEAD = 2
 """Tasks of an actor at once: it trains one while the data of the other is transferred."""
@@ -123,11 +129,11 @@ class RayEngine(Engine):
 
     @override
     def client_states(self) -> Mapping[int, Contents]:
-        return {client: messages.unpack_state(note) for client, note in self._states}
+        return {client: worker_pool.unpack_state(note) for client, note in self._states}
 
     @override
     def set_client_states(self, client_states: Mapping[int, Contents]) -> None:
-        self._states.replace({client: messages.pack_state(contents) for client, contents in client_states.items()})
+        self._states.replace({client: worker_pool.pack_state(contents) for client, contents in client_states.items()})
 
     @override
     def evaluate(self, model: Parameters) -> Mapping[str, float]:

@@ -15,9 +15,9 @@ from fedplat import texts
 from fedplat.learner import ArrayLearner
 from fedplat.model import Bytes, Parameters, Schema
 from fedplat.simulation.data.federation import Array
-from fedplat.simulation.engines import malloc, messages
-from fedplat.simulation.engines.array_trainer import ArrayTrainer
+from fedplat.simulation.engines import malloc, worker_pool
 from fedplat.simulation.engines.interface import ClientTask
+from fedplat.simulation.engines.trainers import ArrayTrainer
 
 Piece = tuple[Array, Array]
 """Inputs and targets, as they are stored in Ray's object store."""
@@ -61,11 +61,11 @@ class RayWorker:
             if task.version not in self._loaded:
                 self._trainer.publish(task.version, self._parameters(model))
                 self._loaded.add(task.version)
-            contents = {} if note is None else messages.unpack_state(note)
+            contents = {} if note is None else worker_pool.unpack_state(note)
             outcome = self._trainer.answer_on(self._examples(piece, span), task, contents)
         except BaseException as exc:  # the process boundary: the engine raises it
             return _make_failure(exc)
-        after = None if outcome.contents is None else messages.pack_state(outcome.contents)
+        after = None if outcome.contents is None else worker_pool.pack_state(outcome.contents)
         return Answer(dict(outcome.metrics), outcome.update.buffer, after)
 
     def score(self, model: Model, piece: Piece) -> Answer:
@@ -111,4 +111,4 @@ def make_piece(inputs: Array, targets: Array, as_tensors: bool) -> Piece:
 
 
 def _make_failure(exc: BaseException) -> Answer:
-    return Answer({}, failure=texts.describe(exc)[: messages.MAX_FAILURE])
+    return Answer({}, failure=texts.describe(exc)[: worker_pool.MAX_FAILURE])

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fedplat.simulation.engines.interface import ClientTask
-from fedplat.simulation.engines.version_refs import Versions
-from fedplat.simulation.engines.work_queue import WorkQueue
+from fedplat.simulation.engines.tasks import Versions, WorkQueue
 
 LENGTHS = {0: 10.0, 1: 30.0, 2: 20.0, 3: 30.0}
 WORKS = [ClientTask(client, 7, 0) for client in LENGTHS]
