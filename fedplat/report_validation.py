@@ -21,8 +21,9 @@ from fedplat.claims import MetricLimits
 from fedplat.codecs.container import Format
 from fedplat.errors import CodecError, FlowerError, ModelError, PluginError, SecureAggregationError, UserCodeError
 from fedplat.flower import layout
-from fedplat.model import Blocks, ModelFile, Parameters, Schema, header, is_finite
-from fedplat.model.steps import FlatModel
+from fedplat.model import Blocks, ModelFile, Parameters, Schema, is_finite
+from fedplat.model.file import header_size, read_layout
+from fedplat.model.values import FlatModel
 from fedplat.rounds.states import Reason
 from fedplat.rounds.transition import ACCEPTED, Verdict
 from fedplat.secure_aggregation import encoding
@@ -145,10 +146,10 @@ def _describe_difference(update: Path, expected: Schema) -> str:
     try:
         with update.open("rb") as file:
             size_bytes = update.stat().st_size
-            header_bytes = header.header_size(file.read(8), size_bytes)
+            header_bytes = header_size(file.read(8), size_bytes)
             if header_bytes > 2 * len(expected.header) + _SPARE_HEADER_BYTES:
                 return f"the header has {header_bytes} bytes; the base version's file has {len(expected.header) - 8}"
-            layout = header.read_layout(file.read(header_bytes), size_bytes - 8 - header_bytes)
+            layout = read_layout(file.read(header_bytes), size_bytes - 8 - header_bytes)
     except ModelError as exc:
         return str(exc)
     return layout.schema.difference_from(expected) or "the header is not byte for byte that of the base version's file"

@@ -8,9 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from collectives import ring, star, tree
 from fedplat.pytorch.distributed import VectorLayout, Vectors, make_vectors
-from fedplat.pytorch.distributed.bench.buffers import Buffers
-from fedplat.pytorch.distributed.bench.library import Operation
-from fedplat.pytorch.distributed.bench.measure import Trial, make_library_trials
+from fedplat.pytorch.distributed.bench.measure import Buffers, Operation, Trial, make_library_trials
 from fedplat.pytorch.distributed.shared_memory import SharedMemoryVectors
 
 SHARED = "shared memory"

@@ -7,7 +7,7 @@ once more (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
 from __future__ import annotations
 
 from collectives.exchange import exchange
-from fedplat.pytorch.distributed.bench.buffers import Buffers
+from fedplat.pytorch.distributed.bench.measure import Buffers
 
 CHUNK = 1 << 20
 """Entries of a vector that are forwarded while the next ones arrive."""

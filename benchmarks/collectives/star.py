@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collectives.exchange import exchange
-from fedplat.pytorch.distributed.bench.buffers import Buffers
+from fedplat.pytorch.distributed.bench.measure import Buffers
 
 
 def broadcast(buffers: Buffers) -> None:

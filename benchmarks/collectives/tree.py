@@ -6,7 +6,7 @@ Rank r has a subtree of the ranks r to r + 2^k - 1, where 2^k is the lowest bit 
 from __future__ import annotations
 
 from collectives.exchange import exchange
-from fedplat.pytorch.distributed.bench.buffers import Buffers
+from fedplat.pytorch.distributed.bench.measure import Buffers
 
 
 def broadcast(buffers: Buffers) -> None:

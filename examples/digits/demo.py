@@ -35,7 +35,7 @@ import picture
 from fedplat import AdminClient, parse_job
 from fedplat.admin import profile, submission
 from fedplat.cli import formats, job_files, watch
-from fedplat.cli.board import AttemptTable
+from fedplat.cli.watch import AttemptTable
 from fedplat.errors import FedplatError
 from fedplat.wire.v1 import admin_pb2
 

@@ -13,8 +13,7 @@ from torch.utils.data import TensorDataset
 
 from fedplat.errors import DataError
 from fedplat.pytorch.server import pack_sequences
-from fedplat.simulation.data.sources.paths import FOLDER_VARIABLE, data_folder
-from fedplat.simulation.data.sources.text import codes
+from fedplat.simulation.data.sources.common import FOLDER_VARIABLE, character_codes, data_folder
 
 EXCERPT = Path(__file__).resolve().parent / "excerpt.txt"
 PARTS = {"server": 0.5, "sharded": 0.2, "pipelined": 0.2, "held out": 0.1}
@@ -43,4 +42,4 @@ def load_part(name: str, path: Path, num_characters: int, length: int) -> Tensor
     text = read_text(path, num_characters)
     ends = [round(end * num_characters) for end in itertools.accumulate(PARTS.values(), initial=0.0)]
     place = list(PARTS).index(name)
-    return pack_sequences([codes(text[ends[place] : ends[place + 1]])], length)
+    return pack_sequences([character_codes(text[ends[place] : ends[place + 1]])], length)

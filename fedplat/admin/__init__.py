@@ -8,6 +8,6 @@
 
 from fedplat.admin.client import AdminClient
 from fedplat.admin.profile import Profile
-from fedplat.admin.transfer import ProgressCallback
+from fedplat.admin.submission import ProgressCallback
 
 __all__ = ["AdminClient", "Profile", "ProgressCallback"]

@@ -11,11 +11,11 @@ from types import TracebackType
 from typing import Any, overload
 
 from fedplat import durable
-from fedplat.admin import submission, transfer
+from fedplat.admin import submission
 from fedplat.admin.connection import AdminConnection
 from fedplat.admin.patience import DEFAULT_TIMEOUT_S, Patience
 from fedplat.admin.profile import Profile
-from fedplat.admin.transfer import ProgressCallback
+from fedplat.admin.submission import ProgressCallback
 from fedplat.errors import ServerUnreachableError
 from fedplat.job import JobSpec, build_rule, job_file
 from fedplat.model import Parameters
@@ -119,7 +119,7 @@ class AdminClient:
 
     def upload_model(self, chunks: Iterable[bytes]) -> admin_pb2.UploadModelResponse:
         """Upload a safetensors file in chunks of at most `wire.CHUNK_BYTES`, and check the digest that was stored."""
-        model = transfer.OutgoingModel(chunks)
+        model = submission.OutgoingModel(chunks)
         with self._connection.translate_errors(self._transfer_s):
             response = self._jobs.UploadModel(
                 model.requests(), timeout=self._transfer_s, metadata=self._connection.metadata
@@ -375,7 +375,7 @@ class AdminClient:
             call = self._connection.stream(self._jobs.ExportModel, request, self._transfer_s)
             try:
                 with self._connection.translate_errors(self._transfer_s):
-                    return transfer.receive_model(call, file, progress)
+                    return submission.receive_model(call, file, progress)
             finally:
                 call.cancel()
 

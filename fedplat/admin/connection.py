@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import signal
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
@@ -11,7 +13,6 @@ import grpc
 
 from fedplat import texts, wire
 from fedplat._version import __version__
-from fedplat.admin.interrupts import defer_interrupt
 from fedplat.admin.profile import DEFAULT_SERVER, Profile
 from fedplat.errors import ServerRefusedError, ServerUnreachableError
 from fedplat.wire import handshake, proxies
@@ -157,3 +158,24 @@ def _format_retry(window: str) -> str:
     except ValueError:
         return ""
     return f"; try again in {texts.duration(earliest_s)} to {texts.duration(latest_s)}"
+
+
+@contextlib.contextmanager
+def defer_interrupt() -> Generator[None]:
+    """Handle a SIGINT that arrives within the block at its end. Only the main thread receives signals.
+
+    gRPC first starts a streaming call and then the thread that ends it. After a `KeyboardInterrupt` between the two,
+    closing the channel never returns (grpcio 1.85.1).
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    received: list[tuple[int, Any]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: received.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if received:
+            handler(*received[0])

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from fedplat import durable
-from fedplat.config import bounded_toml
+from fedplat.config import toml
 from fedplat.config.decoding import prepare_type
 from fedplat.errors import ProfileError
 
@@ -55,7 +55,7 @@ def default_path() -> Path:
 def load(path: Path) -> Profile:
     """Read a profile. Raises `ProfileError`."""
     try:
-        return msgspec.convert(bounded_toml.loads(path.read_text("utf-8")), prepare_type(Profile))
+        return msgspec.convert(toml.loads(path.read_text("utf-8")), prepare_type(Profile))
     except OSError as exc:
         raise ProfileError(f"the profile {path} cannot be read: {exc.strerror}") from exc
     except (msgspec.ValidationError, ValueError) as exc:  # of TOML or UTF-8

@@ -72,7 +72,7 @@ from fedplat.aggregate.state import (
 )
 from fedplat.aggregate.statistics import average_statistics, describe_statistics
 from fedplat.config.plugins import Kind, by_name, define
-from fedplat.model.vectors import l2_norm, scale_vector
+from fedplat.model.blocks import l2_norm, scale_vector
 
 
 @runtime_checkable

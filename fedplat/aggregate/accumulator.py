@@ -37,7 +37,7 @@ from fedplat.model import (
     blocks,
     read_base_values,
 )
-from fedplat.model.shards import ShardReduce, single_shard
+from fedplat.model.blocks import ShardReduce, single_shard
 
 
 class ResultPart(NamedTuple):
@@ -52,7 +52,7 @@ class ResultPart(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """The columns of an accumulator that has only some of them (see `fedplat.model.shards`).
+    """The columns of an accumulator that has only some of them (see `fedplat.model.blocks`).
 
     Exactly one shard `owns_carried`, the entries that are not floating-point. The sum of the updates is kept in
     `memory`, a vector of zeros or a device accumulator; if it is None, or the rule gathers, the accumulator allocates

@@ -47,7 +47,7 @@ from typing import ClassVar, Protocol
 import msgspec
 
 from fedplat.model import Blocks, FlatModel, Parameters, Schema, Vector
-from fedplat.model.shards import ShardReduce, single_shard
+from fedplat.model.blocks import ShardReduce, single_shard
 
 MEAN_WEIGHT = "mean_weight"
 """The sum of the factors of the updates in the total, if these are not the weights: in `Partial.sums`."""

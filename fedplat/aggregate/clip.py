@@ -11,8 +11,7 @@ import math
 
 from fedplat.aggregate.algebra import Contribution, Partial, Rule, Wrapper
 from fedplat.model import Blocks
-from fedplat.model.shards import ShardReduce, single_shard
-from fedplat.model.vectors import l2_norm, scale_vector
+from fedplat.model.blocks import ShardReduce, l2_norm, scale_vector, single_shard
 
 # Scaled entries are rounded to float32, which can increase the norm by up to 2⁻²³ of itself; the bound must hold after
 # rounding too.

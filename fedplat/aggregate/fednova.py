@@ -20,7 +20,7 @@ from fedplat.aggregate.algebra import MEAN_WEIGHT, BaseRule, Contribution, Parti
 from fedplat.aggregate.fedavg import FedAvg, server_sgd
 from fedplat.aggregate.mean import weighted_mean
 from fedplat.model import Blocks, Vector
-from fedplat.model.vectors import scale_vector
+from fedplat.model.blocks import scale_vector
 
 LOCAL_STEPS = "local_steps"
 EFFECTIVE_STEPS = "effective_steps"

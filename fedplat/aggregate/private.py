@@ -22,9 +22,8 @@ import numpy as np
 from fedplat.aggregate.adaptive_clip import CLIP_NORM, WITHIN, AdaptiveClip, next_clip_norm
 from fedplat.aggregate.algebra import ClientRequirements, Contribution, Partial, Rule, State, Wrapper
 from fedplat.model import Blocks, Schema, Vector
-from fedplat.privacy.noise import Noise, Normals
+from fedplat.privacy.noise import Noise, Normals, Tree
 from fedplat.privacy.options import PublishedMetrics
-from fedplat.privacy.tree import Tree
 
 _METRIC = "private metric "
 

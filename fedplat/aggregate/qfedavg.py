@@ -15,7 +15,7 @@ from fedplat.aggregate import options as ranges
 from fedplat.aggregate.algebra import MEAN_WEIGHT, BaseRule, Contribution, Partial, Rule, State, Wrapper
 from fedplat.aggregate.mean import weighted_mean
 from fedplat.model import Blocks, Vector
-from fedplat.model.vectors import l2_norm, scale_vector
+from fedplat.model.blocks import l2_norm, scale_vector
 
 LOSS_BEFORE = "loss_before"
 

@@ -14,7 +14,6 @@ from fedplat.cli import (
     clients,
     dashboard,
     data,
-    enrollments,
     events,
     flower,
     formats,
@@ -26,7 +25,6 @@ from fedplat.cli import (
     round_description,
     simulate,
     sweep,
-    webhooks,
 )
 from fedplat.cli.lists import WatchableCommand
 from fedplat.cli.session import (
@@ -34,11 +32,11 @@ from fedplat.cli.session import (
     FormatOption,
     JsonOption,
     ServerOption,
+    Settings,
     StatusTimeoutOption,
     own_timeout_s,
     session,
 )
-from fedplat.cli.settings import Settings
 from fedplat.wire.v1 import admin_pb2
 
 typer.core.HAS_RICH = False  # else typer 0.20 escapes the brackets of plain help for Rich: "\\[default: 1]"
@@ -53,12 +51,12 @@ app.add_typer(jobs.app, name="job")
 app.add_typer(round_description.app, name="round")
 app.add_typer(flower.app, name="flower")
 app.add_typer(clients.app, name="client")
-app.add_typer(enrollments.app, name="enrollment")
+app.add_typer(operators.enrollment_app, name="enrollment")
 app.add_typer(models.app, name="model")
 app.add_typer(data.app, name="data")
 app.add_typer(operators.app, name="operator")
 app.add_typer(privacy.app, name="privacy")
-app.add_typer(webhooks.app, name="webhook")
+app.add_typer(events.webhook_app, name="webhook")
 app.command("audit", cls=WatchableCommand)(operators.audit)
 app.command("events")(events.events)
 app.command("simulate")(simulate.simulate)

@@ -1,19 +1,151 @@
-"""`fedplat client ...`."""
+"""`fedplat client ...`: lists of clients, and why jobs do not select one."""
 
 from __future__ import annotations
 
+import collections
 import enum
+import time
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
-from fedplat.cli import assignments, client_description, formats, lists
-from fedplat.cli.assignments import StateOption
+from fedplat.admin import AdminClient
+from fedplat.cli import formats, job_lists, lists, round_description
 from fedplat.cli.lists import LimitOption, WatchableCommand, WatchOption
-from fedplat.cli.output import to_record
-from fedplat.cli.session import ClientArgument, FormatOption, JsonOption, ServerOption, session
-from fedplat.cli.tables import ListColumn, ListLayout
+from fedplat.cli.output import ListColumn, ListLayout, Output, to_record
+from fedplat.cli.round_description import StateOption
+from fedplat.cli.session import ClientArgument, CommandSession, FormatOption, JsonOption, ServerOption, session
+from fedplat.config import label_expressions
+from fedplat.texts import duration, format_count
 from fedplat.wire.v1 import admin_pb2
+
+SILENT_S = 45.0
+"""A busy client that was not seen for this time is silent: it has missed three heartbeats and more."""
+NUM_ASSIGNMENTS, NUM_COUNTED, NUM_JOBS = 10, 50, 10
+
+
+_NOT_KNOWN = "not known: it has not checked in since the server started"
+
+
+def describe(command: CommandSession, client_id: str) -> None:
+    """Print a description of a client."""
+    output, admin = command.output, command.client
+    client = admin.show_client(client_id)
+    if output.as_json or not output.is_for_people:
+        recent = _recent(admin, client_id)
+        if output.as_json:
+            output.json({"client": to_record(client), "assignments": [to_record(one) for one in recent.assignments]})
+        else:
+            output.line(client.client_id)
+        return
+    recent = _recent(admin, client_id)
+    output.fields(describe_fields(client) | {"now": explain(client), "assignments": _summarize(recent)})
+    if client.state != "revoked":
+        _print_jobs(output, client, _running_jobs(admin, client.population))
+    if recent.assignments:
+        output.heading("Last assignments")
+        output.rows(recent.assignments[:NUM_ASSIGNMENTS], round_description.OF_CLIENT, "", folds=True)
+
+
+def describe_fields(client: admin_pb2.Client) -> dict[str, str]:
+    """Return the fields of `fedplat client show`."""
+    progress = f", {client.progress:.0%} done" if client.HasField("progress") else ""
+    return {
+        "client": client.client_id,
+        "population": client.population,
+        "state": client.state + (f" with job {client.job_id}{progress}" if client.job_id else ""),
+        "last seen": formats.moment(client.last_seen_unix_s),
+        "enrolled": formats.moment(client.enrolled_unix_s)
+        + (f" with token {client.enrollment_id}" if client.enrollment_id else ""),
+        "version": client.software_version or formats.NOTHING,
+        "trainers": ", ".join(client.trainers) or _NOT_KNOWN,
+        **({"evaluators": ", ".join(client.evaluators)} if client.evaluators else {}),
+        "labels": formats.labels(client.labels) or "none",
+    }
+
+
+def describe_silence(client: admin_pb2.Client, now_s: float | None = None) -> str:
+    """Return for how long a busy client has sent nothing, as `, silent for 75 s`; empty if it has not missed much."""
+    silent_s = (time.time() if now_s is None else now_s) - client.last_seen_unix_s
+    is_silent = client.state == "busy" and client.last_seen_unix_s and silent_s > SILENT_S
+    return f", silent for {duration(silent_s)}" if is_silent else ""
+
+
+def explain(client: admin_pb2.Client, now_s: float | None = None) -> str:
+    """Return in a sentence what a client does now, and what an operator can do."""
+    now = time.time() if now_s is None else now_s
+    seen = client.last_seen_unix_s
+    match client.state:
+        case "waiting":
+            return "it is connected and waits for work"
+        case "busy":
+            if describe_silence(client, now):
+                return f"it has work of job {client.job_id}, but was last seen {formats.ago(seen, now)}: it may be gone"
+            return f"it works for job {client.job_id}; it was seen {formats.ago(seen, now)}"
+        case "away" if client.job_id:
+            return (
+                f"its trainer has not returned from a task of job {client.job_id} that has ended, so it takes no other "
+                f"task; it was seen {formats.ago(seen, now)}. If the trainer hangs, restart its fedplat-client"
+            )
+        case "away":
+            since = f"was seen {formats.ago(seen, now)}" if seen else "was not seen since the server started"
+            return f"it is not connected; it {since}. Check that its fedplat-client runs and reaches the server"
+        case "revoked":
+            return "an operator revoked it; the server refuses its requests, and it must enroll again with a new ticket"
+        case _:  # from a newer server
+            return client.state
+
+
+def explain_selection(client: admin_pb2.Client, job: admin_pb2.Job) -> str:
+    """Return why a running job does not select a client, or that it may."""
+    spec = job_lists.read_spec(job)
+    if spec is None:
+        return "unknown: this version of fedplat cannot read the job file"
+    where = spec.selection.where
+    if not label_expressions.compile_expression(where)(client.labels):
+        return f"never with these labels; the job selects clients with {where}"
+    if client.job_id == job.job_id:
+        return "selected now"
+    if client.trainers and spec.trainer not in client.trainers:
+        return f"never: it does not have the trainer {spec.trainer}, but {', '.join(client.trainers)}"
+    condition = "" if client.trainers else f" if it has the trainer {spec.trainer}"
+    text = f"eligible by its labels{condition}; a round takes {spec.selection.target}"
+    if spec.selection.min_separation:
+        text += f", and a client rests for {format_count(spec.selection.min_separation, 'round')} after each of its own"
+    return text
+
+
+def _running_jobs(admin: AdminClient, population: str) -> Sequence[admin_pb2.Job]:
+    request = admin_pb2.ListJobsRequest(
+        statuses=[admin_pb2.JOB_STATUS_RUNNING], population=population, newest_first=True, page_size=NUM_JOBS
+    )
+    return [admin.show_job(job.job_id) for job in admin.page(request).jobs[:NUM_JOBS]]
+
+
+def _print_jobs(output: Output, client: admin_pb2.Client, jobs: Sequence[admin_pb2.Job]) -> None:
+    output.heading("Running jobs of its population")
+    rows = [(job.name, formats.rounds(job.round, job), explain_selection(client, job)) for job in jobs]
+    output.table(("NAME", "#ROUND", "SELECTION"), rows, "no job is running, so no client is selected", folds=True)
+
+
+def _recent(admin: AdminClient, client_id: str) -> admin_pb2.ListAssignmentsResponse:
+    request = admin_pb2.ListAssignmentsRequest(client_id=client_id, page_size=NUM_COUNTED)
+    return admin.page(request)
+
+
+def _summarize(recent: admin_pb2.ListAssignmentsResponse) -> str:
+    """Count the states of the latest assignments, and name the most frequent reason of those that were lost."""
+    found = recent.assignments
+    if not found:
+        return "none yet"
+    states = collections.Counter(one.state for one in found)
+    counted = ", ".join(f"{count} {state}" for state, count in states.most_common())
+    total = f"the last {len(found)} of {recent.total:,}: " if recent.total > len(found) else ""
+    reasons = collections.Counter(one.reason for one in found if one.reason)
+    text = f"; most often because of {reasons.most_common(1)[0][0]}" if reasons else ""
+    return total + counted + text
+
 
 app = typer.Typer(no_args_is_help=True, help="List, describe and revoke clients.", rich_markup_mode=None)
 
@@ -88,7 +220,7 @@ def show_client(
     """Show a client."""
     with session(context, server, as_json, form=form) as command:
         found = command.client.show_client(client)
-        command.output.show(found, found.client_id, lambda: client_description.fields(found))
+        command.output.show(found, found.client_id, lambda: describe_fields(found))
 
 
 @app.command("describe")
@@ -101,7 +233,7 @@ def describe_client(
 ) -> None:
     """Describe a client: its state and its assignments, and why jobs do not select it."""
     with session(context, server, as_json, form=form) as command:
-        client_description.describe(command, client)
+        describe(command, client)
 
 
 @app.command("assignments", cls=WatchableCommand)
@@ -116,10 +248,12 @@ def list_assignments(  # noqa: PLR0913 - a command's parameters are its options
     as_json: JsonOption = False,
 ) -> None:
     """List the assignments of a client, the latest first."""
-    request = admin_pb2.ListAssignmentsRequest(client_id=client, states=assignments.names(state))
+    request = admin_pb2.ListAssignmentsRequest(client_id=client, states=round_description.state_names(state))
     with session(context, server, as_json, form=form) as command:
-        query = assignments.query(command.client, request, f"there are no such assignments of {client}")
-        lists.show(command, query, assignments.OF_CLIENT, limit, watch)
+        query = round_description.assignment_query(
+            command.client, request, f"there are no such assignments of {client}"
+        )
+        lists.show(command, query, round_description.OF_CLIENT, limit, watch)
 
 
 @app.command("revoke")
@@ -158,4 +292,4 @@ def _parse_labels(pairs: list[str]) -> dict[str, str]:
 
 def _state(client: admin_pb2.Client) -> str:
     progress = f" {client.progress:.0%}" if client.HasField("progress") else ""
-    return client.state + progress + client_description.describe_silence(client)
+    return client.state + progress + describe_silence(client)

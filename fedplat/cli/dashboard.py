@@ -39,20 +39,20 @@ def dashboard(
     """
     with reporting(context, False) as output:
         try:
-            from fedplat.dashboard import local
+            from fedplat.dashboard import serving
         except ModuleNotFoundError as exc:
             if (exc.name or "").partition(".")[0] not in ("starlette", "jinja2", "uvicorn"):
                 raise
             raise MissingExtraError(
                 f"the dashboard needs {exc.name}; install it with: {install_command('dashboard')}"
             ) from exc
-        options = local.LocalDashboardOptions(
+        options = serving.LocalDashboardOptions(
             listen,
             lambda address: _announce(output, address, is_child=parent_pipe is not None),
             None if no_browser else webbrowser.open,
             parent_pipe,
         )
-        local.serve(_source(context, run, server), options)
+        serving.serve_locally(_source(context, run, server), options)
 
 
 def _source(context: typer.Context, run: Path | None, server: str | None) -> PageSource:
@@ -60,7 +60,7 @@ def _source(context: typer.Context, run: Path | None, server: str | None) -> Pag
         from fedplat.dashboard.run_source import RunFolderSource
 
         return RunFolderSource(run)
-    from fedplat.dashboard.server_source import AdminSource
+    from fedplat.dashboard.source import AdminSource
 
     settings = context.find_object(Settings) or Settings()
     try:

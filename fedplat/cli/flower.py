@@ -25,7 +25,7 @@ from fedplat.cli.session import (
     session,
 )
 from fedplat.errors import JobFileError
-from fedplat.simulation.clients.options import MAX_CLIENTS
+from fedplat.simulation.clients.fleet import MAX_CLIENTS
 from fedplat.simulation.recording import folder as folders
 from fedplat.simulation.run_folder import RunFolderOptions
 from fedplat.texts import format_count

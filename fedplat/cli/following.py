@@ -14,8 +14,8 @@ from typing import Annotated
 import typer
 
 from fedplat.admin.patience import Patience
-from fedplat.cli import formats, times, tracking, watch
-from fedplat.cli.board import AttemptTable
+from fedplat.cli import formats, tracking, watch
+from fedplat.cli.formats import SinceOption
 from fedplat.cli.output import Output, to_record
 from fedplat.cli.session import (
     FAILED,
@@ -29,7 +29,7 @@ from fedplat.cli.session import (
     own_timeout_s,
     session,
 )
-from fedplat.cli.times import SinceOption
+from fedplat.cli.watch import AttemptTable
 from fedplat.errors import ServerUnreachableError
 from fedplat.texts import format_count
 from fedplat.wire.v1 import admin_pb2
@@ -104,7 +104,7 @@ def show_logs(  # noqa: PLR0913 - a command's parameters are its options
     With --json each event is one line, including those without a line of text. With --follow the command survives
     restarts of the server, as job watch does; it ends with the job, and Ctrl-C ends it earlier.
     """
-    since_s = times.since(since)
+    since_s = formats.parse_since(since)
     with session(context, server, as_json, own_timeout_s(context, timeout)) as command:
         found = command.patience.run(command.client, lambda: command.client.show_job(job))
         log = JobLog(command.output, found, since_s, tail)

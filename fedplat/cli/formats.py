@@ -1,20 +1,24 @@
-"""Human-readable sizes, durations, times and numbers, and text that is safe to print."""
+"""Human-readable sizes, durations, times and numbers, to print and to read, and text that is safe to print."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Mapping
 from datetime import datetime
+from typing import Annotated
+
+import typer
 
 from fedplat import step_profile, texts
-from fedplat.admin import enum_names, exchange, funnel
+from fedplat.admin import descriptions
 from fedplat.config.loaded_plugins import PluginVersion
 from fedplat.wire.v1 import admin_pb2
 
 NOTHING = "-"
 duration, size, printable = texts.duration, texts.size, texts.printable
-name_of, job_status = enum_names.name_of, enum_names.job_status
-attempt_phase, attempt_kind = enum_names.attempt_phase, enum_names.attempt_kind
+name_of, job_status = descriptions.enum_name, descriptions.job_status
+attempt_phase, attempt_kind = descriptions.attempt_phase, descriptions.attempt_kind
 
 
 def moment(unix_s: float) -> str:
@@ -64,7 +68,7 @@ def rounds(number: int, job: admin_pb2.Job) -> str:
 
     `10+2/10` are two rounds without training after the last one of a decentralised job.
     """
-    settling = exchange.count_settling(number, job.num_rounds)
+    settling = descriptions.count_settling(number, job.num_rounds)
     text = f"{number - settling}+{settling}" if settling else str(number)
     return f"{text}/{job.num_rounds}" if job.num_rounds else text
 
@@ -85,7 +89,7 @@ def progress(progress: admin_pb2.AttemptProgress) -> str:
         parts.append(f"{progress.num_training} at work ({_fractions(progress)})")
     if progress.num_uploading:
         parts.append(f"{progress.num_uploading} uploading")
-    if step := funnel.describe_step(progress):
+    if step := descriptions.describe_step(progress):
         parts.append(step)
     return ", ".join(parts)
 
@@ -99,7 +103,7 @@ def _fractions(progress: admin_pb2.AttemptProgress) -> str:
 
 def alert(found: admin_pb2.Alert) -> str:
     """Format an alert: `critical: the certificate has expired. Renew it.`."""
-    return f"{enum_names.severity(found.severity)}: {found.text} {found.remedy}".rstrip()
+    return f"{descriptions.severity(found.severity)}: {found.text} {found.remedy}".rstrip()
 
 
 def plugins(found: Iterable[admin_pb2.Plugin]) -> str:
@@ -108,3 +112,41 @@ def plugins(found: Iterable[admin_pb2.Plugin]) -> str:
         f"{plugin.kind}.{plugin.name} ({PluginVersion(plugin.kind, plugin.name, plugin.version, plugin.digest).short})"
         for plugin in found
     )
+
+
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+
+SinceOption = Annotated[
+    str,
+    typer.Option(
+        "--since",
+        metavar="TIME",
+        help="Only what is not older: 30m, 12h, 7d, 2026-11-01 or 2026-11-01T14:30 (local time).",
+        show_default=False,
+    ),
+]
+
+
+def parse_seconds(text: str, option: str) -> float:
+    """Parse a duration such as 30m, 24h or 7d into seconds. Raises `typer.BadParameter`."""
+    match = re.fullmatch(r"([0-9]{1,6})([smhdw])", text)
+    if match is None or int(match[1]) == 0:
+        raise typer.BadParameter(f"{option} {text!r}: expected a number and s, m, h, d or w, such as 24h or 90d")
+    return float(int(match[1]) * _UNITS_S[match[2]])
+
+
+def parse_since(text: str, now_s: float | None = None) -> float:
+    """Parse the start of a period into a Unix time: a duration before now, or a local date or time; 0 if it is empty.
+
+    Raises `typer.BadParameter`.
+    """
+    if not text:
+        return 0.0
+    if re.fullmatch(r"[0-9]+[a-z]", text):
+        return max(1.0, (time.time() if now_s is None else now_s) - parse_seconds(text, "--since"))
+    try:
+        return max(1.0, datetime.fromisoformat(text).timestamp())
+    except (ValueError, OverflowError, OSError) as exc:
+        raise typer.BadParameter(
+            f"--since {text!r}: expected a duration such as 7d, or a time such as 2026-11-01 or 2026-11-01T14:30"
+        ) from exc

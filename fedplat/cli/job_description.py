@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 import typer
 
 from fedplat import step_profile
-from fedplat.admin import AdminClient, funnel, waiting
-from fedplat.cli import assignments, formats, job_lists, round_description
-from fedplat.cli.output import Output, to_record
+from fedplat.admin import AdminClient, descriptions
+from fedplat.cli import formats, job_lists, round_description
+from fedplat.cli.output import ListLayout, Output, Row, to_record
 from fedplat.cli.session import FormatOption, JobArgument, JsonOption, ServerOption, session
-from fedplat.cli.tables import ListLayout, Row
 from fedplat.job import JobSpec
 from fedplat.texts import format_count
 from fedplat.wire.v1 import admin_pb2
@@ -128,7 +127,7 @@ def _explain_running(found: JobReport, spec: JobSpec | None) -> str:
     attempt = found.details.round if found.details is not None else job.current
     place = f"round {formats.rounds(attempt.round, job)}" if attempt.round else "its first round"
     at_work = f", {format_count(attempt.busy, 'client')} at work" if attempt.busy else ""
-    if step := funnel.describe_step(attempt.progress):
+    if step := descriptions.describe_step(attempt.progress):
         return f"{place} aggregates securely: {step}{at_work}{_until(attempt)}{_because(job)}"
     match attempt.phase:
         case admin_pb2.ATTEMPT_PHASE_COLLECTING:
@@ -143,7 +142,7 @@ def _explain_running(found: JobReport, spec: JobSpec | None) -> str:
 
 def _until(attempt: admin_pb2.Round) -> str:
     """Return for whom an attempt waits and until when, as the next part of a sentence."""
-    text = waiting.describe(attempt, formats.clock)
+    text = descriptions.describe_wait(attempt, formats.clock)
     return f"; it {text}" if text else ""
 
 
@@ -177,7 +176,7 @@ def _print(output: Output, found: JobReport) -> None:
         round_description.print_funnel(output, found.details.round)
         round_description.print_reasons(output, found.details)
     _print_rows(output, "Last rounds", job_lists.round_layout(job), found.rounds)
-    _print_rows(output, "Last assignments", assignments.OF_JOB, found.assignments)
+    _print_rows(output, "Last assignments", round_description.OF_JOB, found.assignments)
 
 
 def _print_rows(output: Output, heading: str, layout: ListLayout[Row], rows: Sequence[Row]) -> None:

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from fedplat.admin import exchange
-from fedplat.cli import assignments, completion, formats, lists, times, watch
-from fedplat.cli.assignments import StateOption
+from fedplat.admin import descriptions
+from fedplat.cli import formats, lists, round_description, watch
+from fedplat.cli.formats import SinceOption
 from fedplat.cli.lists import LimitOption, Order, WatchOption
-from fedplat.cli.session import FormatOption, JobArgument, JsonOption, ServerOption, session
-from fedplat.cli.tables import ListColumn, ListLayout
-from fedplat.cli.times import SinceOption
+from fedplat.cli.output import ListColumn, ListLayout
+from fedplat.cli.round_description import StateOption
+from fedplat.cli.session import FormatOption, JobArgument, JsonOption, ServerOption, complete_clients, session
 from fedplat.codecs.container import options_to_text
 from fedplat.config.plugins import Plugins
 from fedplat.config.toml import read_record, read_toml
@@ -103,7 +103,7 @@ def list_jobs(  # noqa: PLR0913 - a command's parameters are its options
         statuses=[admin_pb2.JobStatus.Value(f"JOB_STATUS_{one}") for one in status or ()],
         population=population,
         search=search,
-        since_unix_s=times.since(since),
+        since_unix_s=formats.parse_since(since),
     )
     filtered = bool(status or population or search or since)
     with session(context, server, as_json, form=form) as command:
@@ -165,9 +165,7 @@ def list_assignments(  # noqa: PLR0913 - a command's parameters are its options
     attempt: Annotated[int | None, typer.Option(metavar="N", min=1, help="Only those of this attempt.")] = None,
     client: Annotated[
         str,
-        typer.Option(
-            metavar="CLIENT", help="Only assignments of this client.", autocompletion=completion.complete_clients
-        ),
+        typer.Option(metavar="CLIENT", help="Only assignments of this client.", autocompletion=complete_clients),
     ] = "",
     state: StateOption = None,
     limit: LimitOption = None,
@@ -181,16 +179,18 @@ def list_assignments(  # noqa: PLR0913 - a command's parameters are its options
     The names of --output name are those of the clients.
     """
     request = admin_pb2.ListAssignmentsRequest(
-        job=job, round=round_ or 0, attempt=attempt or 0, client_id=client, states=assignments.names(state)
+        job=job, round=round_ or 0, attempt=attempt or 0, client_id=client, states=round_description.state_names(state)
     )
     filtered = bool(round_ or attempt or client or state)
     with session(context, server, as_json, form=form) as command:
-        query = assignments.query(command.client, request, "no assignments match" if filtered else "no assignments yet")
-        lists.show(command, query, assignments.OF_JOB, limit, watch)
+        query = round_description.assignment_query(
+            command.client, request, "no assignments match" if filtered else "no assignments yet"
+        )
+        lists.show(command, query, round_description.OF_JOB, limit, watch)
 
 
 def _rounds(job: admin_pb2.Job) -> str:
-    settling = exchange.count_settling(job.round, job.num_rounds)
+    settling = descriptions.count_settling(job.round, job.num_rounds)
     text = f"{job.round - settling}{f' of {job.num_rounds}' if job.num_rounds else ''} committed"
     return text + (f", and {settling} without training" if settling else "")
 
@@ -208,9 +208,9 @@ def job_fields(job: admin_pb2.Job) -> dict[str, str]:
         "created": formats.moment(job.created_unix_s),
     }
     if job.HasField("exchange"):
-        fields["exchange"] = exchange.describe(job.exchange)
+        fields["exchange"] = descriptions.describe_exchange(job.exchange)
         if job.exchange.num_unreachable:
-            fields["unreachable"] = exchange.join_names(job.exchange.unreachable, job.exchange.num_unreachable)
+            fields["unreachable"] = descriptions.join_names(job.exchange.unreachable, job.exchange.num_unreachable)
     if job.HasField("clocks"):
         fields["clocks"] = describe_clocks(job.clocks)
     if job.plugins:
@@ -283,7 +283,7 @@ def describe_clocks(clocks: admin_pb2.Clocks) -> str:
     """Describe the clocks of the clients of a job: the slowest, the fastest, who waits, and how many rest."""
     text = f"{clocks.minimum} to {clocks.maximum}, of {format_count(clocks.num_members, 'client')}"
     if clocks.num_withheld:
-        text += f"; waiting for slower ones: {exchange.join_names(clocks.withheld, clocks.num_withheld)}"
+        text += f"; waiting for slower ones: {descriptions.join_names(clocks.withheld, clocks.num_withheld)}"
     if clocks.num_resting:
         text += f"; at rest after they have left: {format_count(clocks.num_resting, 'client')}"
     return text

@@ -19,9 +19,8 @@ from typing_extensions import override
 
 from fedplat.admin.patience import DEFAULT_TIMEOUT_S, Patience
 from fedplat.cli import formats
-from fedplat.cli.output import Output, OutputFormat
+from fedplat.cli.output import ListLayout, Output, OutputFormat, Row, TextTable
 from fedplat.cli.session import INTERRUPTED, CommandSession
-from fedplat.cli.tables import ListLayout, Row, TextTable
 
 Page = TypeVar("Page", bound=Message)
 DEFAULT_LIMIT = 50

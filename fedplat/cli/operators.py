@@ -1,4 +1,4 @@
-"""`fedplat operator ...` and `fedplat audit`: the operators of a server, and the log of their actions."""
+"""Who may call a server: `fedplat operator`, `fedplat enrollment`, and `fedplat audit`, the log of their actions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import msgspec
 import typer
 
 from fedplat.admin import profile
-from fedplat.cli import formats, lists, times
-from fedplat.cli.lists import LimitOption, Order, WatchOption
-from fedplat.cli.output import OutputFormat
+from fedplat.cli import formats, lists
+from fedplat.cli.formats import SinceOption
+from fedplat.cli.lists import LimitOption, Order, WatchableCommand, WatchOption
+from fedplat.cli.output import ListColumn, ListLayout, OutputFormat, to_record
 from fedplat.cli.session import FormatOption, JsonOption, ServerOption, session
-from fedplat.cli.tables import ListColumn, ListLayout
-from fedplat.cli.times import SinceOption
 from fedplat.errors import ProfileError
+from fedplat.wire.auth import is_address
 from fedplat.wire.v1 import admin_pb2
 
 app = typer.Typer(no_args_is_help=True, help="Manage the operators of the server.", rich_markup_mode=None)
@@ -37,7 +37,7 @@ def add(
 
     The token is in the profile; the server does not show it again.
     """
-    expires_s = times.seconds(expires, "--expires") if expires else 0.0
+    expires_s = formats.parse_seconds(expires, "--expires") if expires else 0.0
     with session(context, server, as_json=False) as command:
         if out is not None and out.exists():
             raise ProfileError(f"{out} exists already, and is not replaced")
@@ -115,7 +115,7 @@ def audit(  # noqa: PLR0913 - a command's parameters are its options
     --json prints each row as one line, as --output jsonl does.
     """
     request = admin_pb2.ListAuditRequest(
-        after_sequence=after, actor=actor, action=action, since_unix_s=times.since(since)
+        after_sequence=after, actor=actor, action=action, since_unix_s=formats.parse_since(since)
     )
     with session(context, server, as_json, form=form, json_form=OutputFormat.JSONL) as command:
         query = lists.Query[admin_pb2.AuditEvent](
@@ -126,3 +126,102 @@ def audit(  # noqa: PLR0913 - a command's parameters are its options
             Order.SERVER if after else Order.NEWEST_LAST,
         )
         lists.show(command, query, AUDIT_LAYOUT, limit, watch)
+
+
+enrollment_app = typer.Typer(
+    no_args_is_help=True, help="Manage the tokens with which clients enroll.", rich_markup_mode=None
+)
+
+
+@enrollment_app.command("create")
+def create_token(  # noqa: PLR0913 -- one parameter for each option of the command line
+    context: typer.Context,
+    population: Annotated[str, typer.Option(metavar="NAME", help="Population that the clients join.")],
+    uses: Annotated[int, typer.Option(min=1, max=1_000_000, help="Number of clients that may enroll with it.")] = 1,
+    expires: Annotated[str, typer.Option(metavar="TIME", help="Validity, such as 30m, 24h or 7d.")] = "24h",
+    address: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Address at which clients reach the server. Default: the address that this command uses.",
+        ),
+    ] = "",
+    server: ServerOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Create a ticket for new clients.
+
+    Prints the ticket as one line. Keep it secret until it is used up.
+    """
+    expires_s = formats.parse_seconds(expires, "--expires")
+    if address and not is_address(address):
+        raise typer.BadParameter(f"--address {address!r}: expected HOST:PORT, the address that clients connect to")
+    with session(context, server, as_json) as command:
+        made = command.client.create_enrollment(population, uses, expires_s, address or command.client.server)
+        if command.output.as_json:
+            command.output.json(to_record(made))
+            return
+        command.output.line(made.ticket)
+        clients = "one client" if uses == 1 else f"{uses} clients"
+        command.output.note(
+            f"for {clients}, valid for {expires}: give it to fedplat-client as FEDPLAT_TICKET or --ticket-file; "
+            f"revoke it with: fedplat enrollment revoke {made.enrollment.enrollment_id}"
+        )
+
+
+ENROLLMENT_LAYOUT = ListLayout[admin_pb2.Enrollment](
+    lambda one: one.enrollment_id,
+    (
+        ListColumn("ENROLLMENT", lambda one: one.enrollment_id),
+        ListColumn("POPULATION", lambda one: one.population),
+        ListColumn("STATE", lambda one: one.state),
+        ListColumn("#LEFT", lambda one: str(one.num_left)),
+        ListColumn("#USES", lambda one: str(one.num_uses)),
+        ListColumn("CREATED", lambda one: formats.moment(one.created_unix_s), is_wide=True),
+        ListColumn("EXPIRES", lambda one: formats.moment(one.expires_unix_s)),
+    ),
+)
+
+
+@enrollment_app.command("list", cls=WatchableCommand)
+def list_enrollments(
+    context: typer.Context,
+    limit: LimitOption = None,
+    watch: WatchOption = None,
+    form: FormatOption = None,
+    server: ServerOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the enrollment tokens, valid or not."""
+    with session(context, server, as_json, form=form) as command:
+        query = lists.Query[admin_pb2.Enrollment](
+            command.client.page,
+            admin_pb2.ListEnrollmentsRequest(),
+            lambda page: page.enrollments,
+            "there are no enrollment tokens",
+        )
+        lists.show(command, query, ENROLLMENT_LAYOUT, limit, watch)
+
+
+@enrollment_app.command("revoke")
+def revoke_token(
+    context: typer.Context,
+    enrollment: Annotated[str, typer.Argument(metavar="ENROLLMENT", help="Id of the enrollment token.")],
+    with_clients: Annotated[
+        bool, typer.Option("--with-clients", help="Also revoke all clients that enrolled with it.")
+    ] = False,
+    server: ServerOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Revoke an enrollment token.
+
+    Clients that enrolled with it stay enrolled, unless --with-clients is given.
+    """
+    with session(context, server, as_json) as command:
+        revoked = command.client.revoke_enrollment(enrollment, with_clients=with_clients)
+        if command.output.as_json:
+            command.output.json(to_record(revoked))
+            return
+        command.output.line(f"{revoked.enrollment_id} is {revoked.state}")
+        if with_clients:
+            command.output.note(f"clients that enrolled with it, all revoked now: {revoked.num_revoked_clients}")

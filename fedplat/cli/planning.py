@@ -1,4 +1,4 @@
-"""`fedplat privacy plan`: epsilon by rounds, cohort and noise, and the simulated metric for each noise."""
+"""`fedplat privacy plan`: epsilon by rounds, cohort and noise, or by the examples of a client (`[config] dp`)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ import msgspec
 import typer
 
 from fedplat import texts
-from fedplat.cli import example_planning, progress
+from fedplat.cli import progress
 from fedplat.cli.output import Output
 from fedplat.cli.session import JsonOption, reporting
 from fedplat.config.user_code import wrap_errors
 from fedplat.errors import JobFileError
-from fedplat.job import planning
+from fedplat.job import JobSpec, planning
 from fedplat.job.planning import NoiseCost, PrivacyPlan
 from fedplat.local_options import LocalOptions
 from fedplat.privacy import Mechanism, losses
+from fedplat.privacy.steps import StepCharge
 from fedplat.simulation import api
 from fedplat.simulation.data import Federation
 from fedplat.simulation.recording import folder as folders
@@ -74,8 +75,8 @@ def plan(  # noqa: PLR0913 - a command's parameters are its options
             if simulate or plot is not None or noise:
                 raise JobFileError("--simulate, --plot and --noise: expected a job with a table [privacy]")
             num_clients = clients or _clients(read, None)
-            found = example_planning.plan(read.job, local, examples or (), num_clients)
-            example_planning.show(out, read.job, local, found, num_clients)
+            found = plan_examples(read.job, local, examples or (), num_clients)
+            show_examples(out, read.job, local, found, num_clients)
             return
         data = _data(out, read) if simulate else None
         found = _make_plan(out, read, clients or _clients(read, data), noise or [])
@@ -282,3 +283,81 @@ def _score(value: float | None) -> str:
 
 def _mark(is_own: bool) -> str:
     return "this job" if is_own else ""
+
+
+EXAMPLES = (100, 1000, 10_000)
+"""Numbers of examples of a client for which epsilon is shown by default."""
+PARTS_OF_ROUNDS = (0.1, 0.25, 0.5, 1.0)
+
+
+class ExamplePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The epsilon of each example of a client that has `examples` of them and trained in `rounds` rounds.
+
+    A training has `steps` steps, in each of which an example takes part with `probability`.
+    """
+
+    examples: int
+    rounds: int
+    probability: float
+    steps: int
+    epsilon: float
+
+
+def plan_examples(
+    spec: JobSpec, options: LocalOptions, examples: Sequence[int] = (), num_clients: int = 0
+) -> list[ExamplePlan]:
+    """Return epsilon by the numbers of examples and of rounds. Raises `MissingExtraError` without Opacus."""
+    from fedplat.pytorch.dp import epsilon
+    from fedplat.pytorch.training.schedule import StepSchedule
+
+    found: list[ExamplePlan] = []
+    for count in examples or EXAMPLES:
+        schedule = StepSchedule(num_examples=count, options=options, seed=0, fraction=1.0)
+        probability = min(1.0, schedule.step_size / count)
+        for rounds in _rounds_to_show(spec, num_clients):
+            steps = schedule.num_steps
+            charge = StepCharge(options.dp_noise_multiplier, probability, steps * rounds)
+            spent = epsilon([charge], options.dp_delta)
+            found.append(
+                ExamplePlan(examples=count, rounds=rounds, probability=probability, steps=steps, epsilon=spent)
+            )
+    return found
+
+
+def _rounds_to_show(spec: JobSpec, num_clients: int) -> list[int]:
+    """Return numbers of rounds of a client: parts of the job's, all of them, and the mean over the clients."""
+    chosen = {max(1, round(part * spec.rounds)) for part in PARTS_OF_ROUNDS}
+    if num_clients:
+        chosen.add(_mean_rounds(spec, num_clients))
+    return sorted(chosen)
+
+
+def _mean_rounds(spec: JobSpec, num_clients: int) -> int:
+    return min(spec.rounds, max(1, round(spec.rounds * spec.selection.goal / num_clients)))
+
+
+def show_examples(
+    out: Output, spec: JobSpec, options: LocalOptions, found: Sequence[ExamplePlan], num_clients: int
+) -> None:
+    """Print a plan."""
+    if out.as_json:
+        terms = {"level": "example", "delta": options.dp_delta, "noise_multiplier": options.dp_noise_multiplier}
+        out.json(terms | {"rows": msgspec.to_builtins(found)})
+        return
+    fields = {
+        "job": f"{spec.name}, of population {spec.population}",
+        "promise": f"epsilon of each example of a client at delta {options.dp_delta:g}, by [config] "
+        f'dp = "{options.dp}"; adjacency: one example more or less',
+        "noise": f"multiplier {options.dp_noise_multiplier:g}, of the clipping norm {options.dp_max_grad_norm:g}",
+    }
+    if num_clients:
+        mean = texts.format_count(_mean_rounds(spec, num_clients), "round")
+        fields["participation"] = f"{mean} of {spec.rounds:,} on average over {num_clients:,} clients"
+    out.fields(fields)
+    out.line("")
+    rows = [
+        (f"{each.examples:,}", f"{each.rounds:,}", f"{each.probability:.4g}", f"{each.steps:,}", f"{each.epsilon:.4g}")
+        for each in found
+    ]
+    out.table(("#EXAMPLES", "#ROUNDS", "#PROBABILITY", "#STEPS EACH", "#EPSILON"), rows, "")
+    out.note("note: a client may take part in every round; its guarantee is that of all rounds, or its PrivacyLimit")

@@ -1,15 +1,17 @@
-"""`fedplat round describe`: one attempt with its funnel, and why clients did not contribute."""
+"""`fedplat round describe`, and lists of assignments: one attempt, its funnel, and why clients did not contribute."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
-from fedplat.admin.funnel import largest_loss, list_facts
-from fedplat.cli import assignments, formats, funnel, watch
-from fedplat.cli.output import Output, to_record
+from fedplat.admin import AdminClient, descriptions
+from fedplat.admin.descriptions import largest_loss, list_facts
+from fedplat.cli import formats, lists, watch
+from fedplat.cli.output import ListColumn, ListLayout, Output, to_record
 from fedplat.cli.session import CommandSession, FormatOption, JobArgument, JsonOption, ServerOption, session
 from fedplat.texts import format_count
 from fedplat.wire.v1 import admin_pb2
@@ -69,7 +71,7 @@ def print_reasons(output: Output, found: admin_pb2.RoundDetails) -> None:
 def print_funnel(output: Output, attempt: admin_pb2.Round) -> None:
     """Print the funnel of an attempt, and its largest loss as a sentence."""
     output.heading(f"Round {attempt.round}, attempt {attempt.attempt}: from checked in to merged")
-    output.table(funnel.COLUMNS, funnel.rows(attempt), "")
+    output.table(FUNNEL_COLUMNS, funnel_rows(attempt), "")
     if sentence := largest_loss(attempt):
         output.sentence(sentence)
 
@@ -108,7 +110,7 @@ def _print(
     print_reasons(output, found)
     if lost:
         output.heading("Assignments that were lost")
-        columns = [column for column in assignments.OF_JOB.select(False) if column.name not in ("#ROUND", "#TRY")]
+        columns = [column for column in OF_JOB.select(False) if column.name not in ("#ROUND", "#TRY")]
         rows = [tuple(column.cell(one) for column in columns) for one in lost]
         output.table([column.name for column in columns], rows, "", folds=True)
 
@@ -116,3 +118,110 @@ def _print(
 def _reason(reason: admin_pb2.ReasonCount) -> tuple[str, ...]:
     text = reason.text + (f"; a client wrote: {reason.example}" if reason.example else "")
     return str(reason.count), reason.state, reason.reason or formats.NOTHING, text
+
+
+class AssignmentStateChoice(enum.StrEnum):
+    """A state of an assignment, as `AssignmentDetails.state` names it."""
+
+    TRAINING = "TRAINING"
+    ADVERTISED = "ADVERTISED"
+    SHARED = "SHARED"
+    UPLOADING = "UPLOADING"
+    REPORTED = "REPORTED"
+    MERGED = "MERGED"
+    LATE = "LATE"
+    FAILED = "FAILED"
+    REJECTED = "REJECTED"
+    SURPLUS = "SURPLUS"
+    DROPPED = "DROPPED"
+
+
+StateOption = Annotated[
+    list[AssignmentStateChoice] | None,
+    typer.Option("--state", case_sensitive=False, help="Only assignments in this state; repeatable."),
+]
+_Details = admin_pb2.AssignmentDetails
+
+
+def _time(details: _Details) -> str:
+    if not details.ended_unix_s or not details.assigned_unix_s:
+        return formats.NOTHING
+    return formats.duration(details.ended_unix_s - details.assigned_unix_s)
+
+
+def assignment_outcome(details: _Details) -> str:
+    """Format why an assignment ended, or how far it is."""
+    if details.HasField("progress"):
+        return f"{details.progress:.0%} done"
+    name = details.reason if details.reason != details.state else ""
+    reason = ": ".join(part for part in (name, details.text) if part)
+    if details.into_round and (details.into_round, details.into_attempt) != (details.round, details.attempt):
+        reason = f"merged in round {details.into_round}" + (f"; {reason}" if reason else "")
+    return reason
+
+
+def _optional(details: _Details, field: str) -> str:
+    return f"{getattr(details, field):.4g}" if details.HasField(field) else formats.NOTHING  # pyright: ignore[reportArgumentType]
+
+
+_COMMON: Sequence[ListColumn[_Details]] = (
+    ListColumn("#ROUND", lambda one: str(one.round)),
+    ListColumn("#TRY", lambda one: str(one.attempt)),
+    ListColumn("KIND", lambda one: formats.attempt_kind(one.kind), is_wide=True),
+    ListColumn("STATE", lambda one: one.state),
+    ListColumn("ASSIGNED", lambda one: formats.moment(one.assigned_unix_s)),
+    ListColumn("DOWNLOADED", lambda one: formats.moment(one.downloaded_unix_s), is_wide=True),
+    ListColumn("UPLOADING", lambda one: formats.moment(one.uploading_unix_s), is_wide=True),
+    ListColumn("#TIME", _time),
+    ListColumn("#BASE", lambda one: str(one.base_version), is_wide=True),
+    ListColumn("#RECEIVED", lambda one: formats.size(one.update_bytes) if one.update_bytes else "-", is_wide=True),
+    ListColumn("#EXAMPLES", lambda one: _optional(one, "num_examples"), is_wide=True),
+    ListColumn("#NORM", lambda one: _optional(one, "norm"), is_wide=True),
+    ListColumn("#STALE", lambda one: _optional(one, "staleness"), is_wide=True),
+    ListColumn("METRICS", lambda one: formats.metrics(one.metrics, {}), is_wide=True),
+    ListColumn("REASON", assignment_outcome),
+)
+OF_JOB = ListLayout[_Details](lambda one: one.client_id, (ListColumn("CLIENT", lambda one: one.client_id), *_COMMON))
+OF_CLIENT = ListLayout[_Details](
+    lambda one: one.job_id,
+    (
+        ListColumn("JOB", lambda one: one.job_id, is_wide=True),
+        ListColumn("NAME", lambda one: one.job_name),
+        *_COMMON,
+    ),
+)
+
+
+def state_names(states: Sequence[AssignmentStateChoice] | None) -> list[str]:
+    """Return the names of the states that an option was given with."""
+    return [state.value for state in states or ()]
+
+
+def assignment_query(
+    client: AdminClient, request: admin_pb2.ListAssignmentsRequest, empty: str
+) -> lists.Query[_Details]:
+    """Return the query of a list of assignments. The server sends the latest attempt first."""
+    return lists.Query(client.page, request, lambda page: page.assignments, empty)
+
+
+FUNNEL_COLUMNS = ("STEP", "#CLIENTS", "#LOST", "")
+_BAR_WIDTH = 30
+
+
+def funnel_rows(attempt: admin_pb2.Round) -> list[tuple[str, ...]]:
+    """Return the cells of `COLUMNS` for each step."""
+    found = descriptions.funnel_steps(attempt)
+    largest = max((step.count or 0 for step in found), default=0)
+    cells: list[tuple[str, ...]] = []
+    before: int | None = None
+    for at, step in enumerate(found):
+        lost = (
+            before - step.count
+            if before is not None and step.count is not None and at > descriptions.FIRST_OF_COHORT
+            else 0
+        )
+        bar = "#" * round(_BAR_WIDTH * (step.count or 0) / largest) if largest else ""
+        shown = formats.NOTHING if step.count is None else f"{step.count:,}"
+        cells.append((step.name, shown, f"-{lost:,}" if lost > 0 else "", bar))
+        before = step.count if step.count is not None else before
+    return cells

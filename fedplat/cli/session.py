@@ -1,25 +1,34 @@
-"""Common parts of all commands: options, profile, connection, and errors as one line and an exit status.
+"""Common parts of all commands: options, profile, connection, completion, and errors as one line and an exit status.
 
 Exit status: 0 success, 1 refused by the server or failed job, 2 wrong command line or job file, 3 the time of
 `fedplat job wait` is over, 4 not logged in or not allowed, 5 the server cannot be reached, 130 Ctrl-C.
+
+A completion never writes a message: without a profile, without a server, or after a second, there are no names.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import math
-from collections.abc import Generator
-from typing import Annotated
+import os
+import queue
+import re
+import threading
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Annotated, Any
 
+import click
+import msgspec
 import typer
 
 from fedplat import texts
-from fedplat.admin import AdminClient
+from fedplat.admin import AdminClient, profile
 from fedplat.admin.patience import DEFAULT_TIMEOUT_S, Patience
-from fedplat.cli import completion
+from fedplat.cli import formats
 from fedplat.cli.output import Output, OutputFormat
-from fedplat.cli.settings import Settings
 from fedplat.errors import (
     DataError,
     FedplatError,
@@ -32,6 +41,124 @@ from fedplat.errors import (
     TrackerError,
     UserCodeError,
 )
+from fedplat.wire.v1 import admin_pb2
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The options given before the command."""
+
+    server: str | None = None
+    as_json: bool = False
+    profile: Path | None = None
+    ca: Path | None = None
+    insecure: bool = False
+    timeout_s: float | None = None
+
+    def resolve(self, server: str | None) -> profile.Profile:
+        """Return the profile, overridden by the command line and the environment. Raises `ProfileError`."""
+        token = os.environ.get("FEDPLAT_TOKEN")
+        found = self._load_profile(is_needed=not token)
+        changes: dict[str, Any] = {}
+        if server or self.server:
+            changes["server"] = server or self.server
+        if self.ca is not None:
+            changes["ca"] = profile.load_ca(self.ca)
+        if self.insecure:
+            changes["insecure"] = True
+        if token:
+            changes["token"] = token
+        return msgspec.structs.replace(found, **changes)
+
+    def _load_profile(self, *, is_needed: bool) -> profile.Profile:
+        """Return the stored profile; an empty one if none is stored or needed."""
+        try:
+            path = self.profile if self.profile is not None else profile.default_path()
+        except ProfileError:
+            if is_needed:
+                raise
+            return profile.Profile()
+        if self.profile is not None or path.exists():
+            return profile.load(path)
+        if is_needed:
+            raise MissingProfileError(
+                f"there is no profile at {path}; expected one there, or --profile FILE or FEDPLAT_PROFILE. "
+                "fedplat-server dev writes it on this machine; fedplat-server init writes the first profile on the "
+                "server's machine (DATA_DIR/admin.toml)"
+            )
+        return profile.Profile()
+
+
+LIMIT_S = 1.0
+MAX_NAMES = 100
+_SAFE = re.compile(r"[A-Za-z0-9_.:@+-]{1,200}")
+"""What may be completed. The shell would have to quote other names, and a terminal must not receive control codes."""
+_Names = list[tuple[str, str]]
+
+
+def complete_jobs(context: typer.Context, incomplete: str) -> _Names:
+    """Return the names of jobs that begin with a text, the latest first; a job without a unique name has its id."""
+
+    def ask(client: AdminClient) -> _Names:
+        request = admin_pb2.ListJobsRequest(search=incomplete, newest_first=True, page_size=MAX_NAMES)
+        jobs = client.page(request).jobs
+        counts = collections.Counter(job.name for job in jobs)
+        named = (
+            (job.name if counts[job.name] == 1 and job.name.startswith(incomplete) else job.job_id, job) for job in jobs
+        )
+        return [(name, formats.job_status(job.status)) for name, job in named]
+
+    return _select(ask_server(context, ask), incomplete)
+
+
+def complete_clients(context: typer.Context, incomplete: str) -> _Names:
+    """Return the ids of clients that begin with a text."""
+
+    def ask(client: AdminClient) -> _Names:
+        request = admin_pb2.ListClientsRequest(search=incomplete, page_size=MAX_NAMES)
+        return [(found.client_id, found.state) for found in client.page(request).clients]
+
+    return _select(ask_server(context, ask), incomplete)
+
+
+def _select(names: _Names, incomplete: str) -> _Names:
+    return [
+        (name, formats.printable(text))
+        for name, text in names[:MAX_NAMES]
+        if name.startswith(incomplete) and _SAFE.fullmatch(name)
+    ]
+
+
+def ask_server(context: click.Context, ask: Callable[[AdminClient], _Names], limit_s: float = LIMIT_S) -> _Names:
+    """Return what the server of a command line answers within a time; nothing if it does not."""
+    # In a thread: after a failed call, the diagnosis of the connection may take longer.
+    answers: queue.SimpleQueue[_Names] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            with AdminClient(_settings(context).resolve(context.params.get("server")), timeout_s=limit_s) as client:
+                answers.put(ask(client))
+        except (FedplatError, ValueError, OSError):
+            answers.put([])
+
+    threading.Thread(target=run, name="completion", daemon=True).start()
+    try:
+        return answers.get(timeout=limit_s)
+    except queue.Empty:
+        return []
+
+
+def _settings(context: click.Context) -> Settings:
+    """Return the options given before the command; a completion neither runs their callback nor makes paths of them."""
+    given = context.find_root().params
+    profile, ca = given.get("profile"), given.get("ca")
+    return Settings(
+        server=given.get("server"),
+        profile=Path(profile) if profile else None,
+        ca=Path(ca) if ca else None,
+        insecure=bool(given.get("insecure")),
+    )
+
 
 FAILED, WRONG_USAGE, TIMED_OUT, NOT_ALLOWED, UNREACHABLE, INTERRUPTED = 1, 2, 3, 4, 5, 130
 _USAGE_ERRORS = (JobFileError, UserCodeError, ProfileError, DataError, ReplayError, TrackerError)
@@ -90,12 +217,10 @@ AnyTimeoutOption = Annotated[
 ]
 JobArgument = Annotated[
     str,
-    typer.Argument(
-        metavar="JOB", help="Id of the job, or its name if it is unique.", autocompletion=completion.complete_jobs
-    ),
+    typer.Argument(metavar="JOB", help="Id of the job, or its name if it is unique.", autocompletion=complete_jobs),
 ]
 ClientArgument = Annotated[
-    str, typer.Argument(metavar="CLIENT", help="Id of the client.", autocompletion=completion.complete_clients)
+    str, typer.Argument(metavar="CLIENT", help="Id of the client.", autocompletion=complete_clients)
 ]
 
 

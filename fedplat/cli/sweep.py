@@ -1,26 +1,33 @@
-"""`fedplat sweep`: simulations with other values of some keys, in parallel, and a table of their results."""
+"""`fedplat sweep ...`, with a live table of the runs in progress on a terminal."""
 
 from __future__ import annotations
 
+import math
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Group
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from fedplat import sweep as sweeps
 from fedplat import texts
 from fedplat.cli import formats
-from fedplat.cli.output import Output
+from fedplat.cli.output import Output, table
+from fedplat.cli.progress import show_live
 from fedplat.cli.session import INTERRUPTED, JsonOption, reporting
-from fedplat.cli.sweep_progress import SweepBoard, showing
 from fedplat.config.toml_text import format_toml
 from fedplat.errors import MissingExtraError
 from fedplat.simulation.run_folder import CHECKPOINT_S
-from fedplat.sweep import SweepFile, SweepResult, SweepRow, plan
+from fedplat.sweep import StepProgress, SweepFile, SweepResult, SweepRow, plan
 from fedplat.sweep.runner import WorkerOptions, default_folder, num_processes
+from fedplat.sweep.schedule import RunKey
 
 
 def sweep(  # noqa: PLR0913 - a command's parameters are its options
@@ -73,7 +80,7 @@ def _command(file: Path, output: Path | None, options: WorkerOptions) -> str:
 def _run(out: Output, file: SweepFile, folder: Path, options: WorkerOptions) -> SweepResult:
     if not out.as_json:
         out.note(f"{_estimate(file, options)}; {folder}")
-    with showing(out, SweepBoard(file, time.monotonic)) as observe:
+    with show_progress(out, SweepBoard(file, time.monotonic)) as observe:
         return sweeps.run(
             file, folder, jobs=options.jobs, ray=options.ray, checkpoint_s=options.checkpoint_s, observe=observe
         )
@@ -170,3 +177,103 @@ def _target(row: SweepRow) -> list[str]:
 
 def _short(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else format_toml(value)
+
+
+Clock = Callable[[], float]
+
+
+class SweepBoard:
+    """The progress of a sweep. `clock` is real time."""
+
+    def __init__(self, file: SweepFile, clock: Clock) -> None:
+        self.running: dict[RunKey, StepProgress] = {}
+        self.num_done, self.num_runs = 0, file.num_runs
+        self.best: float | None = None
+        self._file, self._clock = file, clock
+        self._began: tuple[float, int] | None = None
+
+    def add(self, progress: StepProgress) -> None:
+        """Add the progress of a run."""
+        if progress.is_stored:
+            self._began = None
+        elif self._began is None:
+            self._began = self._clock(), self.num_done
+        self.num_done, self.num_runs = progress.num_done, progress.num_runs
+        if progress.is_done:
+            self.running.pop(progress.step.key, None)
+        else:
+            self.running[progress.step.key] = progress
+        order = self._file.objective.order
+        if progress.is_done and progress.value is not None and order(progress.value) > order(self.best):
+            self.best = progress.value
+
+    def left_s(self) -> float:
+        """Estimate the real seconds until the end, at the pace so far; infinite before a run has ended."""
+        done = self.num_done - self._began[1] if self._began is not None else 0
+        if self._began is None or not done:
+            return math.inf
+        return (self._clock() - self._began[0]) / done * (self.num_runs - self.num_done)
+
+    def sentence(self) -> str:
+        """Summarize the progress in one line."""
+        parts = [f"{self.num_done}/{self.num_runs} runs"]
+        if self.best is not None:
+            parts.append(f"best {self._file.objective.metric} {self.best:.4g}")
+        if self.num_done < self.num_runs and math.isfinite(self.left_s()):
+            parts.append(f"{formats.duration(self.left_s())} left")
+        return "  ".join(parts)
+
+    def describe(self, progress: StepProgress) -> str:
+        """Describe a run in one line."""
+        values = self._file.describe(progress.step.configuration)
+        value = "" if progress.value is None else f"  {self._file.objective.metric} {progress.value:.4g}"
+        return f"{values}, seed {progress.step.seed}: round {progress.round}/{progress.num_rounds}{value}"
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return the cells of the runs in progress."""
+        return [
+            (
+                str(key.configuration),
+                str(key.seed),
+                f"{progress.round}/{progress.num_rounds}",
+                formats.NOTHING if progress.value is None else f"{progress.value:.4f}",
+                self._file.describe(progress.step.configuration),
+            )
+            for key, progress in sorted(self.running.items())
+        ]
+
+
+def show_progress(output: Output, board: SweepBoard) -> AbstractContextManager[Callable[[StepProgress], None]]:
+    """Show progress on stderr, or nothing with JSON; yield the callback for the progress of runs."""
+    return show_live(output, board.add, lambda: draw_progress(board, output), lambda: _lines(output, board))
+
+
+def draw_progress(board: SweepBoard, output: Output) -> Group:
+    """Render the runs in progress, as many as fit, above a progress bar over all runs."""
+    columns = ("#NUMBER", "#SEED", "#ROUND", "#VALUE", "CONFIGURATION")
+    shown = board.rows()[: max(1, output.messages.height - 4)]
+    bar = Table.grid(padding=(0, 2))
+    bar.add_row(
+        ProgressBar(total=max(1, board.num_runs), completed=board.num_done, width=24),
+        Text(board.sentence(), no_wrap=True, overflow="ellipsis"),
+    )
+    return Group(table(columns, shown), bar)
+
+
+def _lines(output: Output, board: SweepBoard) -> Callable[[StepProgress], None]:
+    """Print a line for each run that reaches a rung or its end; for those of an earlier process only one."""
+    num_stored = 0
+
+    def add(progress: StepProgress) -> None:
+        nonlocal num_stored
+        board.add(progress)
+        if progress.is_stored:
+            num_stored += not progress.step.until
+            return
+        if num_stored:
+            output.note(f"{num_stored} of {board.num_runs} runs are finished already")
+            num_stored = 0
+        if progress.is_done:
+            output.note(f"{board.sentence()}  {board.describe(progress)}")
+
+    return add

@@ -16,8 +16,7 @@ import typer
 
 from fedplat import trackers
 from fedplat.admin import AdminClient
-from fedplat.cli.board import AttemptTable
-from fedplat.cli.watch import ENDED
+from fedplat.cli.watch import ENDED, AttemptTable
 from fedplat.config.toml import read_toml
 from fedplat.errors import FedplatError
 from fedplat.wire.v1 import admin_pb2

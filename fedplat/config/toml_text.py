@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import date, time
 from typing import Any, cast
 
-from fedplat.config import bounded_toml
+from fedplat.config import toml
 from fedplat.config.toml import format_value
 from fedplat.errors import JobFileError
 
@@ -61,14 +61,14 @@ def change_text(text: str, changes: Mapping[str, Any]) -> str:
     Comments and order are kept where every changed value is on one line of a table with a header; otherwise the whole
     file is rendered anew.
     """
-    expected = bounded_toml.loads(text)
+    expected = toml.loads(text)
     for key, value in changes.items():
         set_key(expected, split_key(key), value)
     changed = text
     for key, value in changes.items():
         changed = _change_line(changed, split_key(key), format_toml(value))
     try:
-        if bounded_toml.loads(changed) == expected:
+        if toml.loads(changed) == expected:
             return changed
     except tomllib.TOMLDecodeError:
         pass
@@ -78,7 +78,7 @@ def change_text(text: str, changes: Mapping[str, Any]) -> str:
 def split_key(key: str) -> list[str]:
     """Return the parts of a dotted key. Raises `tomllib.TOMLDecodeError`."""
     parts: list[str] = []
-    inner: Any = bounded_toml.loads(f"{key} = 0")
+    inner: Any = toml.loads(f"{key} = 0")
     while isinstance(inner, dict):
         ((name, inner),) = cast(dict[str, Any], inner).items()
         parts.append(name)
@@ -132,7 +132,7 @@ def _comment(rest: str) -> str:
         if character != "#":
             continue
         try:
-            bounded_toml.loads(f"value = {rest[:at]}")
+            toml.loads(f"value = {rest[:at]}")
         except tomllib.TOMLDecodeError:  # within a text
             continue
         return rest[len(rest[:at].rstrip()) :]

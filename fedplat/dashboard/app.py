@@ -20,12 +20,10 @@ from starlette.routing import Route
 from fedplat.dashboard import routes
 from fedplat.dashboard.guard import Guard
 from fedplat.dashboard.live import TICK_S, LiveUpdates
-from fedplat.dashboard.logins import Login, LoginError
-from fedplat.dashboard.page_errors import SignedOutError, describe_failure
 from fedplat.dashboard.pages.actions import Action
-from fedplat.dashboard.rendering import Frame, Page, Renderer, format_event, format_signal
-from fedplat.dashboard.sessions import LONGEST_S, BrowserSession, BrowserSessions, Clock
-from fedplat.dashboard.static_files import ASSETS
+from fedplat.dashboard.rendering import ASSETS, Frame, Page, Renderer, format_event, format_signal
+from fedplat.dashboard.routes import SignedOutError, describe_failure
+from fedplat.dashboard.sessions import LONGEST_S, BrowserSession, BrowserSessions, Clock, Login, LoginError
 from fedplat.dashboard.visit import Visit
 from fedplat.errors import FedplatError
 from fedplat.fair_places import FairPlaces, PlaceLimits, PlacesFullError, groups_of

@@ -9,13 +9,13 @@ from datetime import UTC, datetime
 from markupsafe import Markup
 
 from fedplat import texts
-from fedplat.admin import enum_names
-from fedplat.admin.exchange import count_settling
+from fedplat.admin import descriptions
+from fedplat.admin.descriptions import count_settling
 
 NOTHING = "-"
 printable = texts.printable
-job_status, attempt_phase = enum_names.job_status, enum_names.attempt_phase
-attempt_kind, severity = enum_names.attempt_kind, enum_names.severity
+job_status, attempt_phase = descriptions.job_status, descriptions.attempt_phase
+attempt_kind, severity = descriptions.attempt_kind, descriptions.severity
 SMALLEST_SLICE = 5
 """In a private job, groups of fewer clients are shown as "<5"."""
 

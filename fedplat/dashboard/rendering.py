@@ -1,21 +1,26 @@
-"""Pages as HTML. A page may have live parts: blocks of its template whose names begin with `live_`.
+"""Pages as HTML, and the files of `static/`. Parts whose template block begins with `live_` are live.
 
 A stream of live updates renders these blocks again and sends those that differ. Each is the content of the element with
 the block's name as its id, so an update replaces exactly what the first response had.
+
+`vendor/` has htmx, its extension for server-sent events and uPlot, unchanged; `vendor.lock.json` their SHA-256.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import gzip
+import hashlib
 from collections.abc import Mapping
+from importlib import resources
+from importlib.resources.abc import Traversable
 from typing import Any
 
 import jinja2
 
 from fedplat._version import __version__
 from fedplat.dashboard import formats
-from fedplat.dashboard.static_files import ASSETS
 from fedplat.wire.v1 import admin_pb2
 
 _LIVE = "live_"
@@ -110,3 +115,42 @@ def format_event(parts: Mapping[str, str]) -> bytes:
 def format_signal(name: str) -> bytes:
     """Return a named event without content, which the page's script handles."""
     return f"event: {name}\ndata: 1\n\n".encode()
+
+
+STATIC_FOLDER: Traversable = resources.files("fedplat.dashboard") / "static"
+_TYPES = {"js": "text/javascript; charset=utf-8", "css": "text/css; charset=utf-8", "svg": "image/svg+xml"}
+_BUNDLES = {
+    "dashboard.js": ("vendor/htmx.min.js", "vendor/hx-sse.min.js", "dashboard.js"),
+    "charts.js": ("vendor/uPlot.iife.min.js", "charts.js"),
+    "dashboard.css": ("vendor/uPlot.min.css", "dashboard.css"),
+    "icon.svg": ("icon.svg",),
+}
+"""Files that are sent as one, so that a page needs few requests."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Asset:
+    """A file that pages refer to. Its address has a part of its hash, so browsers may keep it for a year."""
+
+    name: str
+    content: bytes
+    compressed: bytes
+    digest: str
+
+    @property
+    def address(self) -> str:
+        """The path of the file."""
+        return f"/static/{self.digest[:12]}/{self.name}"
+
+    @property
+    def media_type(self) -> str:
+        """The content type."""
+        return _TYPES[self.name.rpartition(".")[2]]
+
+
+def _load(name: str, parts: tuple[str, ...]) -> Asset:
+    content = b"\n".join(STATIC_FOLDER.joinpath(*part.split("/")).read_bytes() for part in parts)
+    return Asset(name, content, gzip.compress(content, mtime=0), hashlib.sha256(content).hexdigest())
+
+
+ASSETS = {name: _load(name, parts) for name, parts in _BUNDLES.items()}

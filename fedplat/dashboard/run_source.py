@@ -22,7 +22,7 @@ from fedplat.config.toml_text import format_toml
 from fedplat.dashboard.charts import spread
 from fedplat.dashboard.visit import NotFoundError
 from fedplat.errors import DataError, JobFileError
-from fedplat.packed.files import open_regular
+from fedplat.packed.index import open_regular
 from fedplat.simulation.recording import folder as folders
 from fedplat.simulation.recording.result import AttemptResult
 from fedplat.wire.v1 import admin_pb2

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import cast
+from collections.abc import Callable, Mapping
+from typing import Generic, TypeVar, cast
 from urllib.parse import urlencode
 
-from fedplat.dashboard.server_source import AdminSource
-from fedplat.dashboard.source import PageSource
+import grpc
+
+from fedplat.dashboard.source import AdminSource, PageSource, refusal_code
+from fedplat.errors import ServerRefusedError
 from fedplat.wire.v1 import admin_pb2
 
 MAX_TEXT = 300
@@ -100,3 +102,27 @@ def parse_number(text: str) -> int:
 def is_finite(value: float) -> bool:
     """Return whether a metric can be drawn."""
     return math.isfinite(value)
+
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptionalResult(Generic[T]):
+    """The response to a call, or a sentence about its absence."""
+
+    value: T | None = None
+    problem: str = ""
+
+
+def call_if_supported(call: Callable[[], T]) -> OptionalResult[T]:
+    """Return the response; a sentence if the server does not have the call, or the operator may not make it."""
+    try:
+        return OptionalResult(call())
+    except ServerRefusedError as exc:
+        code = refusal_code(exc)
+        if code is grpc.StatusCode.UNIMPLEMENTED:
+            return OptionalResult(problem="This server does not record them; update fedplat-server to see them here.")
+        if code is grpc.StatusCode.PERMISSION_DENIED:
+            return OptionalResult(problem=f"{str(exc)[:1].upper()}{str(exc)[1:]}.")
+        raise

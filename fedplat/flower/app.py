@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, cast
 
 import msgspec
 
-from fedplat.config import bounded_toml, user_code
+from fedplat.config import toml, user_code
 from fedplat.config.loaded_plugins import FLOWER_APPS, PluginVersion
 from fedplat.config.toml import format_value, suggest
 from fedplat.errors import FlowerError, MissingExtraError, UserCodeError
@@ -90,7 +90,7 @@ def read_app(folder: Path) -> FlowerApp:
     """Read the `pyproject.toml` of a Flower app, without importing the app. Raises `FlowerError`."""
     file = folder / "pyproject.toml"
     try:
-        project = bounded_toml.loads(file.read_text("utf-8"))
+        project = toml.loads(file.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
         raise FlowerError(f"{file} cannot be read: {reason}; expected the folder of a Flower app") from exc
@@ -131,7 +131,7 @@ def read_settings(texts: Sequence[str]) -> Config:
         if not equals or not key.strip():
             raise FlowerError(f"{format_value(text)}: expected KEY=VALUE, such as lr=0.1")
         try:
-            read: Any = bounded_toml.loads(f"value = {value.strip()}")["value"]
+            read: Any = toml.loads(f"value = {value.strip()}")["value"]
         except tomllib.TOMLDecodeError:
             read = value.strip()
         if not isinstance(read, bool | int | float | str):

@@ -10,7 +10,7 @@ from flwr.app import Context, Message, RecordDict
 
 from fedplat.config import user_code
 from fedplat.errors import FlowerError
-from fedplat.flower import envelopes, identity, records
+from fedplat.flower import identity, records
 from fedplat.flower.app import Config, FlowerApp
 from fedplat.flower.records import MessageFile, PackedMessage
 from fedplat.model import Parameters
@@ -51,7 +51,7 @@ class ClientAppRunner:
         fails or its reply is not a message.
         """
         asked = records.decode(file)
-        message = envelopes.make_request(asked, node_id)
+        message = records.make_message(asked, node_id)
         context = Context(
             run_id=message.metadata.run_id,
             node_id=node_id,

@@ -20,9 +20,8 @@ from flwr.serverapp import Grid
 from typing_extensions import override
 
 from fedplat.errors import FedplatError, FlowerError
-from fedplat.flower import claims, envelopes, identity, records
-from fedplat.flower.envelopes import FAILED, LATE
-from fedplat.flower.records import MessageFile, PackedMessage
+from fedplat.flower import claims, identity, records
+from fedplat.flower.records import FAILED, LATE, MessageFile, PackedMessage
 from fedplat.model import Parameters
 
 _logger = logging.getLogger(__name__)
@@ -331,7 +330,7 @@ class _RunInfo(msgspec.Struct, frozen=True):
 def _make_reply(reply: NodeReply, message_type: str, message_id: str, code: int) -> Message:
     """Return the message that a ServerApp receives; `code` is that of an error."""
     answer = reply.content if reply.content is not None else Error(code, reply.error)
-    return envelopes.make_reply(answer, reply.node_id, message_type, message_id)
+    return records.make_reply(answer, reply.node_id, message_type, message_id)
 
 
 def _describe(sent: _Sent) -> tuple[str, str, dict[int, str]]:

@@ -27,8 +27,7 @@ from fedplat.errors import FlowerError
 from fedplat.model import Schema, blocks
 from fedplat.model.blocks import WINDOW
 from fedplat.model.schema import MESSAGE_KEY as INDEX
-from fedplat.model.steps import FlatModel
-from fedplat.model.values import Bytes, Read, all_finite
+from fedplat.model.values import Bytes, FlatModel, Read, all_finite
 from fedplat.texts import quote
 
 MAX_INDEX_BYTES = 16 * 2**20

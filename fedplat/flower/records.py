@@ -1,4 +1,4 @@
-"""The content of Flower messages as files, and arrays that are views of such a file.
+"""The content of Flower messages as files, and the messages around it.
 
 `layout.py` describes the files. A file of a message is a model file as well, and no array is serialized a second time.
 """
@@ -6,16 +6,18 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import DEFAULT_TTL, Array, ArrayRecord, ConfigRecord, Error, Message, Metadata, MetricRecord, RecordDict
 
 from fedplat.errors import FlowerError, ModelError
 from fedplat.flower import layout
+from fedplat.flower.identity import RUN_ID, SERVER_NODE_ID
 from fedplat.flower.layout import INDEX, NUMPY, ArrayEntry, Index, RecordEntry
 from fedplat.model import Parameters, Schema
 from fedplat.model.schema import DTYPES, MAX_NAME_BYTES, METADATA_KEY
@@ -224,3 +226,61 @@ def view_array(array: Array) -> npt.NDArray[Any] | None:
         return layout.read_array(np.frombuffer(array.data, np.uint8), array.dtype, tuple(array.shape))
     except ValueError as exc:
         raise FlowerError(f"an array of the message cannot be sent: {exc}") from exc
+
+
+FAILED, LATE = 2, 4
+"""The codes of error replies, as Flower counts them: a client failed, or its reply did not arrive in time."""
+
+
+def make_message(file: MessageFile, node_id: int) -> Message:
+    """Return the message that a node receives."""
+    metadata = _make_metadata("message", SERVER_NODE_ID, node_id, "", file.message_type, file.group_id)
+    return Message(content=file.content, metadata=metadata)  # pyright: ignore[reportCallIssue]
+
+
+def make_reply(answer: RecordDict | Error, node_id: int, message_type: str, message_id: str) -> Message:
+    """Return the message that a ServerApp receives from a node, in reply to the message with this id."""
+    metadata = _make_metadata(f"{message_id}-reply", node_id, SERVER_NODE_ID, message_id, message_type, "")
+    return Message(answer, metadata=metadata)  # pyright: ignore[reportCallIssue]
+
+
+def _make_metadata(
+    message_id: str, source: int, destination: int, reply_to: str, message_type: str, group_id: str
+) -> Metadata:
+    return Metadata(
+        run_id=RUN_ID,
+        message_id=message_id,
+        src_node_id=source,
+        dst_node_id=destination,
+        reply_to_message_id=reply_to,
+        group_id=group_id,
+        created_at=time.time(),
+        ttl=DEFAULT_TTL,
+        message_type=message_type,
+    )
+
+
+NUM_EXAMPLES = "num-examples"
+"""The metric that is the weight of a reply."""
+
+
+def make_request(model: Parameters, config: Mapping[str, bool | int | float | str], message_type: str) -> Parameters:
+    """Return the file of a message with a model and a configuration."""
+    content = RecordDict({"arrays": share_arrays(model), "config": ConfigRecord({**config})})
+    return encode(MessageFile(content, message_type))
+
+
+def read_reply(content: RecordDict, name: str) -> tuple[Mapping[str, npt.NDArray[Any]] | None, dict[str, float]]:
+    """Return the arrays of a reply, None if it has none, and its metrics that are numbers.
+
+    `name` is that of the app. Raises `FlowerError` for a reply with several ArrayRecords or MetricRecords.
+    """
+    for kind, found in (("ArrayRecord", content.array_records), ("MetricRecord", content.metric_records)):
+        if len(found) > 1:
+            raise FlowerError(f"the ClientApp of {name} answered with {len(found)} {kind}s; expected one")
+    arrays = next(iter(content.array_records.values()), None)
+    metrics = next(iter(content.metric_records.values()), {})
+    return (
+        None if arrays is None else {key: array.numpy() for key, array in arrays.items()},
+        {key: float(value) for key, value in metrics.items() if isinstance(value, int | float)},
+    )

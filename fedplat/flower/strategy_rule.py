@@ -31,9 +31,8 @@ from fedplat.config import user_code
 from fedplat.config.decoding import prepare_type
 from fedplat.config.plugins import name_of
 from fedplat.errors import FedplatError, FlowerError, PluginError
-from fedplat.flower import attributes, envelopes, identity, randomness
-from fedplat.flower.messages import NUM_EXAMPLES
-from fedplat.flower.records import share_arrays
+from fedplat.flower import attributes, identity, randomness, records
+from fedplat.flower.records import NUM_EXAMPLES, share_arrays
 from fedplat.flower.strategies import FlowerStrategy
 from fedplat.model import FLOATING, Blocks, FlatModel, Parameters, Vector
 from fedplat.texts import format_count, format_numbers, quote
@@ -147,7 +146,7 @@ def _make_replies(
                 "metrics": MetricRecord({**metrics, NUM_EXAMPLES: float(contribution.weight)}),
             }
         )
-        yield envelopes.make_reply(content, node, "train", str(node))
+        yield records.make_reply(content, node, "train", str(node))
 
 
 def _make_record(model: Parameters) -> ArrayRecord:

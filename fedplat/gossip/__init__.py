@@ -20,8 +20,18 @@ from __future__ import annotations
 from fedplat.gossip.consensus import Consensus, distance_from_mean, measure_consensus
 from fedplat.gossip.mixing import choco_gamma, choco_rate, combine, compress, follow, measure_quality, mix
 from fedplat.gossip.options import Gossip
-from fedplat.gossip.topology import Edges, count_turns, draw_edges
-from fedplat.gossip.weights import Links, gap_of, metropolis, mix_all, push_all, push_sum, spectral_gap
+from fedplat.gossip.topology import (
+    Edges,
+    Links,
+    count_turns,
+    draw_edges,
+    gap_of,
+    metropolis,
+    mix_all,
+    push_all,
+    push_sum,
+    spectral_gap,
+)
 
 __all__ = [
     "Consensus",

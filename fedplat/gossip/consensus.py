@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from fedplat.gossip.topology import Edges
-from fedplat.gossip.weights import MAX_MATRIX
+from fedplat.gossip.topology import MAX_MATRIX, Edges
 
 _ZERO = 1e-9
 

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from fedplat.gossip import means, shares, stated, suspects
+from fedplat.gossip import shares, stated
 from fedplat.gossip.consensus import Consensus
 from fedplat.gossip.messages import (
     AssignNeighbours,
@@ -53,8 +53,7 @@ from fedplat.gossip.messages import (
     TimerPassed,
 )
 from fedplat.gossip.state import GossipPhase, GossipRules, GossipState
-from fedplat.gossip.topology import draw_edges
-from fedplat.gossip.weights import metropolis, push_sum
+from fedplat.gossip.topology import draw_edges, metropolis, push_sum
 from fedplat.texts import format_count
 
 Step = tuple[GossipState, tuple[GossipCommand, ...]]
@@ -216,7 +215,7 @@ def _on_late_mean(state: GossipState, event: RingCompleted) -> Step:
 
 def _close_late(state: GossipState, members: Iterable[str]) -> Step | None:
     """Commit the mean of the attempt before if it stands; None if it does not. `members` are those of the next ring."""
-    digest = means.find_mean(state, state.unfinished, state.late, members)
+    digest = stated.find_mean(state, state.unfinished, state.late, members)
     return _commit_mean(state, digest, state.late) if digest is not None else None
 
 
@@ -403,7 +402,7 @@ def _begin_ring(state: GossipState) -> Step:
     total = math.fsum(weights.values())
     places = tuple(
         RingPlace(name, state.announced[name].address, offers[name].key, weights[name] / total, offers[name].signature)
-        for name in suspects.draw_order(state, list(offers))
+        for name in stated.draw_order(state, list(offers))
     )
     ring = BeginRing(state.round, state.attempt, places, max(offer.largest for offer in offers.values()))
     state = _change(_enter(state, GossipPhase.REDUCING), offers=offers, ring=ring)
@@ -412,15 +411,15 @@ def _begin_ring(state: GossipState) -> Step:
 
 def _close_ring(state: GossipState) -> Step:
     """Commit the mean if it stands, or that of the attempt before; else repeat the ring without those that left."""
-    state = suspects.add_broken_links(state)
-    digest = means.find_mean(state, state.offers, state.completed, state.candidates)
+    state = stated.add_broken_links(state)
+    digest = stated.find_mean(state, state.offers, state.completed, state.candidates)
     if digest is not None:
         return _commit_mean(state, digest, state.completed)
     if (closed := _close_late(state, state.candidates)) is not None:
         return closed
     gone = ", ".join(sorted(state.offers.keys() - state.completed.keys()))
     is_unknown = len({event.digest for event in state.completed.values()}) <= 1
-    state = means.keep_unfinished(state) if is_unknown else _change(state, unfinished={}, late={})
+    state = stated.keep_unfinished(state) if is_unknown else _change(state, unfinished={}, late={})
     return _repeat_ring(state, f"no mean of {gone}" if is_unknown else "the silos have different means")
 
 

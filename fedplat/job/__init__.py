@@ -8,8 +8,6 @@ its value and the expected values, and suggests similar names.
 
 from __future__ import annotations
 
-from fedplat.job.advice import warnings
-from fedplat.job.newer import is_unreadable, read_newer
 from fedplat.job.pool import PoolOptions, ServerLearning, ServerStep, WarmStart
 from fedplat.job.privacy import build_mechanism, calibrate, charges, find_mechanism, find_mechanism_of, plan_charge
 from fedplat.job.rule import build_rule, build_secure_rule
@@ -30,7 +28,16 @@ from fedplat.job.sections import (
     Selection,
     Updates,
 )
-from fedplat.job.spec import JobSpec, check_algorithm, check_main, job_file, parse_job
+from fedplat.job.spec import (
+    JobSpec,
+    check_algorithm,
+    check_main,
+    is_unreadable,
+    job_file,
+    parse_job,
+    read_newer,
+    warnings,
+)
 
 __all__ = [
     "Adaptive",

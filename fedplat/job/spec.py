@@ -1,9 +1,17 @@
-"""A training job as a whole: its tables, and the checks between them."""
+"""A training job as a whole: its tables, also those of a newer release, and warnings about unusual settings.
+
+While the daemons of a server are replaced one by one, an older one may take over and find a job that needs the newer
+release. It pauses that job with the reason, and runs the others.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from msgspec import structs
 
 from fedplat import aggregate
 from fedplat.config.plugin_objects import adopt_fields
@@ -14,6 +22,7 @@ from fedplat.config.toml import (
     read_name,
     read_record,
     read_toml,
+    readable_part,
     shown_key,
     to_table,
 )
@@ -22,6 +31,8 @@ from fedplat.errors import JobFileError
 from fedplat.job import checks
 from fedplat.job.sections import Scalar
 from fedplat.job.tables import JobTables
+from fedplat.model import Parameters
+from fedplat.privacy import Privacy
 
 
 class JobSpec(JobTables, frozen=True, forbid_unknown_fields=True):
@@ -93,3 +104,96 @@ def _check_values(values: Mapping[str, Scalar], table: str) -> None:
             raise ValueError(f"{table}.{shown_key(key)} = {value}: expected a finite number")
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise ValueError(f"{table}.{shown_key(key)} = {format_value(value)}: expected a number of at most 64 bits")
+
+
+_UNREADABLE = "unreadable"
+_ABSENT = Plugins(absent=frozenset([("rules", _UNREADABLE)]))
+_PLACEHOLDERS: Mapping[str, Any] = {
+    "name": _UNREADABLE,
+    "population": _UNREADABLE,
+    "trainer": _UNREADABLE,
+    "rounds": 1,
+    "model": {"initial": f"{_UNREADABLE}.safetensors"},
+    "selection": {"goal": 1},
+}
+_PRIVACY: Mapping[str, Any] = {"delta": 1e-12, "participation": "fixed", "noise_multiplier": 1e-6, "max_releases": 0}
+
+
+def read_newer(job_file: str, privacy: Mapping[str, Any] | None) -> JobSpec:
+    """Return what this release can read of a job file that it cannot read as a whole, with the stored `[privacy]`.
+
+    The rest has its defaults, and the aggregation rule is one that cannot be built: see `is_unreadable`. Raises
+    `JobFileError` for a text that is not TOML, and if only one of the two makes the job private.
+    """
+    raw = read_toml(job_file)
+    if ("privacy" in raw) != (privacy is not None):
+        raise JobFileError("privacy: the job file and the stored [privacy] do not agree")
+    readable = readable_part({key: value for key, value in raw.items() if key != "privacy"}, JobSpec)
+    spec = read_record({**_PLACEHOLDERS, **readable, "aggregation": {"rule": _UNREADABLE}}, JobSpec, plugins=_ABSENT)
+    return spec if privacy is None else structs.replace(spec, privacy=_read_privacy(privacy))
+
+
+def is_unreadable(spec: JobSpec) -> bool:
+    """Return whether a job was read by `read_newer`."""
+    return name_of(spec.aggregation) == _UNREADABLE
+
+
+def _read_privacy(stored: Mapping[str, Any]) -> Privacy:
+    """Return options that withhold what the stored ones withhold; their promise is not known."""
+    try:
+        return read_record({**_PRIVACY, **readable_part(stored, Privacy)}, Privacy)
+    except JobFileError:  # each key is valid, but not all together
+        return read_record(_PRIVACY, Privacy)
+
+
+def warnings(spec: JobSpec, model: Parameters | None = None) -> list[str]:
+    """Return a warning for each setting that lets one client dominate a job, or does not suit its initial model."""
+    found = [] if model is None else describe_coarse_steps(spec, model)
+    updates = spec.updates
+    if spec.flower is not None or spec.secure_aggregation is not None or spec.gossip is not None:
+        # Its strategy decides what an update may weigh, clients clip and weigh theirs by at most 1, or no one sees one.
+        return found
+    if not (updates.clips or updates.max_norm or spec.robust is not None):
+        found.append(
+            "updates: nothing bounds the norm of a single update"
+            + (
+                f", which may be {spec.outlier_factor:g} times the median of its attempt"
+                if spec.outlier_factor
+                else ", and updates.outlier_factor = 0 keeps outliers too"
+            )
+            + "; set updates.clip_norm, updates.adaptive_clip or updates.max_norm, or choose a rule with [robust]"
+        )
+    if updates.weighting == "examples" and spec.privacy is None and not spec.max_weight_factor:
+        found.append(
+            "updates.max_weight_factor = 0: a client that claims updates.max_examples = "
+            f"{updates.max_examples:g} examples may outweigh all others; set a factor, or a lower max_examples"
+        )
+    return found
+
+
+def describe_coarse_steps(spec: JobSpec, model: Parameters) -> list[str]:
+    """Return a warning if secure aggregation rounds updates to steps that are larger than the model's own weights.
+
+    A step is the clip norm divided by the number of levels, so a huge norm, meant as "no clipping", leaves little of an
+    update. The noise of a private job is larger than a step.
+    """
+    options = spec.secure_aggregation
+    if options is None or spec.privacy is not None:
+        return []
+    step = spec.updates.clip_norm / (2 ** (options.bits - 1) - 1)
+    squares, count = 0.0, 0
+    for block in model.to_blocks():
+        squares += float(np.square(block, dtype=np.float64).sum())
+        count += int(np.count_nonzero(block))
+    size = (squares / count) ** 0.5 if count else _USUAL_WEIGHT
+    if step <= size:
+        return []
+    return [
+        f"updates.clip_norm = {spec.updates.clip_norm:g}: with secure_aggregation.bits = {options.bits} entries of "
+        f"updates are rounded to multiples of {step:.3g}, and the model's weights are about {size:.3g}; set a "
+        "clip_norm near the norm of an update, or more bits"
+    ]
+
+
+_USUAL_WEIGHT = 0.1
+"""The size of weights, for a model of zeros."""

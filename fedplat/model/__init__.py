@@ -24,13 +24,23 @@ import numpy as np
 import numpy.typing as npt
 
 from fedplat.errors import ModelError
-from fedplat.model import header
+from fedplat.model import file
 from fedplat.model.blocks import BLOCK, WINDOW, Blocks, Vector, VectorBlocks, blocks, is_finite, part_of, windows
 from fedplat.model.file import ModelFile
-from fedplat.model.reading import read_array
 from fedplat.model.schema import DTYPES, FLOATING, Carry, Schema, Segment, TensorSpec
-from fedplat.model.steps import FlatModel, apply_step, read_base_values
-from fedplat.model.values import Bytes, FloatingBlocks, Read, Values, add_step, all_finite, read_run
+from fedplat.model.values import (
+    Bytes,
+    FlatModel,
+    FloatingBlocks,
+    Read,
+    Values,
+    add_step,
+    all_finite,
+    apply_step,
+    read_array,
+    read_base_values,
+    read_run,
+)
 
 __all__ = [
     "BLOCK",
@@ -100,8 +110,8 @@ class Parameters(Mapping[str, npt.NDArray[Any]]):
         content = data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
         if content.dtype != np.uint8 or content.ndim != 1:
             raise ModelError(f"the file is {content.dtype} {list(content.shape)}; expected a vector of uint8")
-        size = header.header_size(content[:8].tobytes(), len(content))
-        layout = header.read_layout(content[8 : 8 + size].tobytes(), len(content) - 8 - size)
+        size = file.header_size(content[:8].tobytes(), len(content))
+        layout = file.read_layout(content[8 : 8 + size].tobytes(), len(content) - 8 - size)
         body = content[8 + size :]
         if layout.schema.tensors == layout.tensors:
             # Other software may write a header of any length, but views must be aligned.

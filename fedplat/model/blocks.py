@@ -1,8 +1,14 @@
-"""A model's vector in blocks: vectors that do not fit a processor's cache, or memory, are processed in parts."""
+"""A model's vector in blocks, in shards over workers, and its norm: no vector needs to fit into memory.
+
+A shard computes entry-wise results without the others. For a sum over all entries (a norm, inner products) each shard
+has some of the terms, and `ShardReduce` adds up the terms of all shards. Terms are sums over blocks or windows, added
+in the order of the columns, and shards begin at window boundaries, so the bits do not depend on the number of shards.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -111,3 +117,75 @@ class _PartBlocks:
 def is_finite(values: Blocks) -> bool:
     """Return whether no entry is NaN or infinite."""
     return all(np.isfinite(part).all() for part in windows(values))
+
+
+Terms = npt.NDArray[np.float64]
+
+
+class ShardReduce(Protocol):
+    """A sum over the terms of all shards."""
+
+    def __call__(self, zero: Terms, terms: Iterable[Terms]) -> Terms:
+        """Return `zero` plus the terms of the first shard, in order, plus those of the next, and so on; [...] each.
+
+        All shards must call it, in the same order and with equal zeros. All receive the same result.
+        """
+        ...
+
+
+def single_shard(zero: Terms, terms: Iterable[Terms]) -> Terms:
+    """Return the sum of the terms when one shard has all columns."""
+    total = zero.copy()
+    for term in terms:
+        total += term
+    return total
+
+
+def shards(size: int, number: int) -> list[range]:
+    """Divide the columns of a vector of `size` entries into `number` shards, as evenly as whole windows allow.
+
+    The last shards may be empty.
+
+    >>> shards(3 * WINDOW + 5, 2)
+    [range(0, 524288), range(524288, 786437)]
+    """
+    whole, more = divmod(-(-size // WINDOW), number)
+    ends = [min((whole * (index + 1) + min(index + 1, more)) * WINDOW, size) for index in range(number)]
+    return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def l2_norm(vector: Blocks, reduce_shards: ShardReduce = single_shard) -> float:
+    """Return the Euclidean norm of a float32 vector, summed in float64; the same bits on every machine.
+
+    If `vector` is a shard's part of an update, `reduce_shards` must be that of the `Partial`.
+    """
+    return math.sqrt(reduce_shards(np.zeros(1), _squares(vector)).item())
+
+
+def _squares(vector: Blocks) -> Iterator[Terms]:
+    wide = np.empty(min(BLOCK, vector.size), np.float64)
+    for block in vector:
+        squares = wide[: block.size]
+        squares[:] = block
+        # Not np.dot: BLAS sums in an order that depends on the processor and the number of threads.
+        yield np.square(squares, out=squares).sum(keepdims=True)
+
+
+def scale_vector(vector: Blocks, factor: float) -> Blocks:
+    """Return a vector times a factor (as float32), computed block by block when read; for 1, the vector itself."""
+    return vector if factor == 1 else _Scaled(vector, np.float32(factor))
+
+
+class _Scaled:
+    def __init__(self, vector: Blocks, factor: np.float32) -> None:
+        self._vector = vector
+        self._factor = factor
+
+    @property
+    def size(self) -> int:
+        return self._vector.size
+
+    def __iter__(self) -> Iterator[Vector]:
+        scratch = np.empty(min(BLOCK, self.size), np.float32)
+        for block in self._vector:
+            yield np.multiply(block, self._factor, out=scratch[: block.size])

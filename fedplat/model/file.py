@@ -1,20 +1,29 @@
-"""A model file that is read in windows: memory does not grow with its size."""
+"""A model file, untrusted: its header is parsed strictly, and its values are read in windows.
+
+A file is 8 bytes (the header's length, little-endian), the header (JSON: dtype, shape and byte range by name),
+and the bytes. This parser requires that the ranges fill the bytes exactly and that no key occurs twice, so two readers
+can never see different models in one file.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Generator, Iterator
+from functools import lru_cache
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from fedplat.config.decoding import prepare_type
 from fedplat.errors import ModelError
-from fedplat.model import header
 from fedplat.model.blocks import BLOCK, WINDOW, Blocks, blocks
-from fedplat.model.schema import Schema, Segment
+from fedplat.model.schema import CARRY_KEY, MAX_TENSORS, METADATA_KEY, Carry, Schema, Segment, TensorSpec, check_spec
 from fedplat.model.values import Bytes, FloatingBlocks, Read, read_run
+from fedplat.texts import format_number, quote
 
 
 class ModelFile:
@@ -36,8 +45,8 @@ class ModelFile:
         with open(path, "rb") as file:
             size_bytes = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
-            text = file.read(header.header_size(prefix, size_bytes))
-        layout = header.read_layout(text, size_bytes - 8 - len(text))
+            text = file.read(header_size(prefix, size_bytes))
+        layout = read_layout(text, size_bytes - 8 - len(text))
         if layout.schema.header != prefix + text:
             raise ModelError("fedplat did not write the header; expected canonical order, spacing and padding")
         return cls(path, layout.schema)
@@ -77,3 +86,112 @@ class ModelFile:
     @property
     def _size_bytes(self) -> int:
         return self.schema.file_size_bytes
+
+
+MAX_HEADER_BYTES = 16 * 2**20
+MAX_METADATA = 1_000
+"""Maximum number of metadata entries of a file; fedplat writes one."""
+MAX_ENTRY_BYTES = 2_000
+"""Maximum length of the JSON that describes one tensor: a dtype, a shape and two offsets need a few hundred bytes."""
+_CACHED_BYTES = 2**20
+# Up to the next colon outside strings. Possessive throughout, so that hostile text is scanned once.
+_UP_TO_COLON = re.compile(rb'[^":]*+(?:"(?:[^"\\]++|\\.)*+"[^":]*+)*+:', re.DOTALL)
+
+
+class FileHeader(msgspec.Struct, frozen=True):
+    """A parsed header: the schema, and the file's own tensors in the order of their bytes."""
+
+    schema: Schema
+    tensors: tuple[TensorSpec, ...]
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def header_size(prefix: bytes, file_size: int) -> int:
+    """Return the length of the header after the first 8 bytes (`prefix`) of a file of `file_size` bytes.
+
+    Raises `ModelError` if the prefix is too short, or the header would be too long or exceed the file.
+    """
+    if len(prefix) < 8:
+        raise ModelError("the file is too short to be a safetensors file")
+    size = int.from_bytes(prefix, "little")
+    if size > MAX_HEADER_BYTES:
+        raise ModelError(f"the header claims {size} bytes; at most {MAX_HEADER_BYTES} are accepted")
+    if 8 + size > file_size:
+        raise ModelError(f"the header claims {size} bytes; the file has {file_size - 8} after its prefix")
+    return size
+
+
+def read_layout(text: bytes, body_size: int) -> FileHeader:
+    """Parse a header into the layout of its `body_size` bytes. Raises `ModelError`, also for a gap or an overlap."""
+    # All updates of a job have the same header, and for a small model parsing it is most of the work.
+    return (_read_layout_cached if len(text) <= _CACHED_BYTES else _read_layout)(text, body_size)
+
+
+def _read_layout(text: bytes, body_size: int) -> FileHeader:
+    entries, carry = _decode(text)
+    tensors: list[TensorSpec] = []
+    end = 0
+    # Stable: empty tensors share their offset with a neighbour and keep the order of the header.
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        spec = TensorSpec(name, entry.dtype, entry.shape)
+        check_spec(spec)
+        start, stop = entry.data_offsets
+        if start != end or stop - start != spec.size_bytes:
+            raise ModelError(
+                f"tensor {quote(name)} claims the bytes {format_number(start)} to {format_number(stop)}; "
+                f"expected {end} to {end + spec.size_bytes}"
+            )
+        tensors.append(spec)
+        end = stop
+    if end != body_size:
+        raise ModelError(f"the tensors fill {end} bytes; the file has {body_size}")
+    return FileHeader(Schema(tuple(tensors), carry), tuple(tensors))
+
+
+_read_layout_cached = lru_cache(maxsize=16)(_read_layout)
+
+
+def _decode(text: bytes) -> tuple[dict[str, _Entry], Carry]:
+    """Decode the entries of a header by name, and its carry rule."""
+    num_keys = _count_keys(text)  # first, because it bounds the work of decoding
+    try:
+        raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        num_expected = len(raw)
+        metadata = msgspec.json.decode(raw.pop(METADATA_KEY, b"{}"), type=dict[str, str])
+        entries = {name: _entry(name, entry) for name, entry in raw.items()}
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
+        # Without the message of msgspec, which quotes the file.
+        raise ModelError("the safetensors header cannot be read; expected one JSON object of names") from exc
+    if num_keys != num_expected + len(metadata) + len(_Entry.__struct_fields__) * len(entries):
+        raise ModelError("the safetensors header has a key twice; keys must be unique")
+    carry = metadata.get(CARRY_KEY, "keep")
+    if carry not in ("keep", "max"):
+        raise ModelError(f"carry rule {quote(carry)} is unknown; expected 'keep' or 'max'")
+    return entries, "max" if carry == "max" else "keep"
+
+
+def _entry(name: str, text: msgspec.Raw) -> _Entry:
+    """Decode the entry of one tensor."""
+    if (size := memoryview(text).nbytes) > MAX_ENTRY_BYTES:
+        raise ModelError(f"the entry of tensor {quote(name)} has {size} bytes; at most {MAX_ENTRY_BYTES} are accepted")
+    try:
+        return msgspec.json.decode(text, type=prepare_type(_Entry))
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
+        raise ModelError(
+            f"the entry of tensor {quote(name)} cannot be read; expected exactly a dtype, a shape and two data_offsets"
+        ) from exc
+
+
+def _count_keys(text: bytes) -> int:
+    """Count the keys of a JSON document: one colon outside strings per key."""
+    count = position = 0
+    while match := _UP_TO_COLON.match(text, position):
+        count, position = count + 1, match.end()
+        if count > 4 * MAX_TENSORS + MAX_METADATA:
+            raise ModelError(f"the header has too many keys; at most {MAX_TENSORS} tensors are accepted")
+    return count

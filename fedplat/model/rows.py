@@ -15,8 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fedplat.model.blocks import BLOCK, WINDOW, Blocks, Vector, Windowed, blocks
-from fedplat.model.shards import ShardReduce, single_shard
+from fedplat.model.blocks import BLOCK, WINDOW, Blocks, ShardReduce, Vector, Windowed, blocks, single_shard
 
 Matrix: TypeAlias = npt.NDArray[np.float64]
 """A small float64 matrix or vector: coefficients, inner products."""

@@ -16,8 +16,7 @@ import numpy.typing as npt
 
 from fedplat.errors import DataError, MissingExtraError
 from fedplat.extras import install_command
-from fedplat.packed.files import open_regular
-from fedplat.packed.index import ColumnType, PackedIndex, ShardFile
+from fedplat.packed.index import ColumnType, PackedIndex, ShardFile, open_regular
 
 Array = npt.NDArray[Any]
 _MAGIC = b"ARROW1\0\0"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import math
+import os
+import stat
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -12,7 +15,6 @@ import numpy.typing as npt
 
 from fedplat.config.decoding import prepare_type
 from fedplat.errors import DataError
-from fedplat.packed.files import open_regular
 
 INDEX_NAME = "index.json"
 _MAX_INDEX_BYTES = 64 * 2**20
@@ -133,3 +135,16 @@ def _check(index: PackedIndex, path: Path) -> None:
                 f"{path}: {shard.file} has {shard.rows:,} examples of {row_bytes:,} bytes in {shard.size_bytes:,} "
                 "bytes; pack the data again"
             )
+
+
+def open_regular(path: Path, expected: str = "a file of a packed dataset: restore it") -> io.BufferedReader:
+    """Open a file for reading. Raises `DataError` if it is not a regular file, `FileNotFoundError` and `OSError`."""
+    # O_NONBLOCK: a plain open of a FIFO waits for its writer. For a regular file it changes nothing.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise DataError(f"{path} is not a regular file; expected {expected}")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise

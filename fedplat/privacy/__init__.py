@@ -7,10 +7,9 @@ results into releases.
 
 from __future__ import annotations
 
-from fedplat.privacy.noise import KEY_BYTES, Noise
+from fedplat.privacy.noise import KEY_BYTES, Noise, Tree
 from fedplat.privacy.options import Privacy, PublishedMetrics
 from fedplat.privacy.releases import Charge, Mechanism, tree_sensitivity
-from fedplat.privacy.tree import Tree
 
 __all__ = [
     "KEY_BYTES",

@@ -1,6 +1,6 @@
 """Jobs with plugins: a job runs only with the code that it began with, until an operator accepts other code.
 
-The same rules pause a job whose job file another release can read, and this one not (`fedplat/job/newer.py`).
+The same rules pause a job whose job file another release can read, and this one not (`fedplat/job/spec.py`).
 
 A job keeps the versions of its plugins. Its driver states with the events `ServerRestarted` and `OperatorCommand` which
 of them it has. Pure functions.

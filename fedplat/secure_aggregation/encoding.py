@@ -1,4 +1,4 @@
-"""Updates as integers that add up modulo a power of two, and the files of masked ones.
+"""Updates as integers that add up modulo a power of two, rotated before, and the files of masked ones.
 
 A client multiplies its update by its weight, clips it, and rounds it to steps of a quantizer, up or down at random so
 that the mean is exact. Its weight and its metrics follow as further entries. Negative numbers wrap around. The sum of a
@@ -7,11 +7,15 @@ group's vectors is decoded in the reverse order.
 With noise (Kairouz, Liu and Steinke 2021, arXiv 2102.06387, Algorithm 1, with Skellam noise) the clipped update is
 rotated before it is rounded, the rounding is repeated until the norm is within a bound, and each entry gets noise. All
 randomness is of one key stream of AES (`privacy.noise.KeyStream`), so that it cannot be told from true randomness.
+
+A Hadamard transform needs a power of two. Instead of padding, the first 2^k entries are transformed, and then the last
+2^k, each with random signs before. The signs are public, and the same for all updates of a length.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -22,13 +26,13 @@ import numpy as np
 import numpy.typing as npt
 
 from fedplat.codecs.codec import PlainSource
+from fedplat.codecs.hadamard import hadamard
 from fedplat.codecs.packing import pack, packed_bytes, unpack
 from fedplat.errors import CodecError, SecureAggregationError
 from fedplat.model import Vector, VectorBlocks, blocks
-from fedplat.model.vectors import l2_norm
+from fedplat.model.blocks import l2_norm
 from fedplat.privacy import skellam
 from fedplat.privacy.noise import KEY_BYTES, KeyStream
-from fedplat.secure_aggregation.rotation import rotate, rotate_back
 from fedplat.secure_aggregation.setup import Encoding, Setup
 
 Encoded = npt.NDArray[np.uint32]
@@ -244,3 +248,45 @@ def _read(file: IO[bytes], count: int, modulus: int) -> Encoded:
         except CodecError as exc:
             raise SecureAggregationError(f"the masked update is invalid: {exc}") from exc
     return columns.view("<u4").reshape(-1)
+
+
+def rotate(vector: Vector) -> None:
+    """Rotate a vector in place."""
+    for part, flips in _steps(vector):
+        _flip(part, flips)
+        _transform(part)
+
+
+def rotate_back(vector: Vector) -> None:
+    """Undo `rotate`, in place."""
+    for part, flips in reversed(_steps(vector)):
+        _transform(part)
+        _flip(part, flips)
+
+
+def _steps(vector: Vector) -> list[tuple[Vector, npt.NDArray[np.uint32]]]:
+    """Return the parts that are transformed one after the other, each with the sign bits to flip."""
+    count = 1 << (vector.size.bit_length() - 1)
+    parts = [vector[:count]] if count == vector.size else [vector[:count], vector[-count:]]
+    stream = KeyStream(hashlib.sha256(b"fedplat rotation 1 %d" % vector.size).digest())
+    return [(part, _draw_flips(stream, count)) for part in parts]
+
+
+def _draw_flips(stream: KeyStream, count: int) -> npt.NDArray[np.uint32]:
+    """Draw random sign bits of float32 numbers: the highest bit or 0."""
+    flips = np.unpackbits(stream.words(-(-count // 32)).view(np.uint8), count=count).astype(np.uint32)
+    flips <<= np.uint32(31)
+    return flips
+
+
+def _flip(part: Vector, flips: npt.NDArray[np.uint32]) -> None:
+    bits = part.view(np.uint32)
+    bits ^= flips
+
+
+def _transform(part: Vector) -> None:
+    """Multiply by the normalized Hadamard matrix, its own inverse: over the columns of a table, then over its rows."""
+    exponent = part.size.bit_length() - 1
+    table = np.multiply(part.reshape(1 << exponent // 2, -1), np.float32(2.0 ** (-exponent / 2)))
+    table = hadamard(np.ascontiguousarray(hadamard(table).T))
+    part.reshape(table.shape[::-1])[:] = table.T

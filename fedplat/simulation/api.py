@@ -23,7 +23,7 @@ from fedplat.errors import JobFileError, NoProgressError
 from fedplat.job import JobSpec, charges, find_mechanism
 from fedplat.learner import ArrayLearner
 from fedplat.model import Parameters
-from fedplat.privacy.cost import Cost, cost_of, cost_of_charges
+from fedplat.privacy.accounting import Cost, cost_of, cost_of_charges
 from fedplat.simulation.data import Dataset, Federation
 from fedplat.simulation.engines.registry import AutoOptions
 from fedplat.simulation.protocols.registry import runs_protocol

@@ -20,8 +20,8 @@ from typing_extensions import override
 from fedplat.errors import JobFileError
 from fedplat.job import JobSpec
 from fedplat.model import Parameters, Vector
+from fedplat.privacy.accounting import Cost
 from fedplat.privacy.audit import Bound, bound_of
-from fedplat.privacy.cost import Cost
 from fedplat.simulation import api
 from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
 from fedplat.simulation.run_folder import Observer

@@ -1,23 +1,26 @@
-"""The folder of a run in progress: what is written when, and how a stopped run is resumed."""
+"""The folder of a run in progress, and its experiment trackers: what is written when, and how a run is resumed."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping
+import uuid
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedplat import trackers
 from fedplat.errors import PausedError
-from fedplat.privacy.cost import Cost
+from fedplat.privacy.accounting import Cost
 from fedplat.simulation.recording import checkpoint
 from fedplat.simulation.recording import folder as folders
 from fedplat.simulation.recording.result import AttemptResult
 from fedplat.simulation.run import Hooks
-from fedplat.simulation.tracking import open_trackers
+from fedplat.trackers import RoundMetrics
 
 Observer = Callable[[AttemptResult], object]
 CHECKPOINT_S = 5.0
@@ -149,3 +152,121 @@ def _is_pause(pause_after: int, record: AttemptResult) -> bool:
 def remove_journal(options: RunFolderOptions) -> None:
     """Remove the journal, which only a stopped run needs."""
     shutil.rmtree(options.folder / folders.JOURNAL, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def open_trackers(
+    folder: Path,
+    file: Mapping[str, Any],
+    *,
+    tensorboard: bool,
+    mlflow: str,
+    warn: Callable[[str], object],
+    find_cost: Callable[[int], Cost] | None,
+) -> Generator[Callable[[AttemptResult], None]]:
+    """Open the trackers of the run in `folder` of a simulation file; yields the function that tracks an attempt.
+
+    A resumed run calls it with all attempts again. If MLflow fails, `warn` is called. `find_cost` returns the
+    privacy cost of a number of releases, which is tracked with the last round. Raises `MissingExtraError` and
+    `TrackerError`.
+    """
+    with contextlib.ExitStack() as stack:
+        opened: list[trackers.Tracker] = []
+        if tensorboard:
+            opened.append(stack.enter_context(_closing(trackers.TensorBoardTracker(folder / folders.EVENTS))))
+        if mlflow:
+            tracker = trackers.MlflowTracker(mlflow, _describe_run(folder, file))
+            delivery = trackers.BackgroundTracker(tracker, warn)
+            stack.callback(_warn_of_missing, delivery, warn)
+            opened.append(stack.enter_context(_closing(delivery)))
+
+        rounds = _RoundTracker(opened)
+        yield rounds.add
+        if find_cost is not None:
+            rounds.add_privacy(find_cost)
+
+
+class _RoundTracker:
+    """Sends each committed attempt to trackers, and counts the releases of a private job."""
+
+    def __init__(self, opened: Sequence[trackers.Tracker]) -> None:
+        self._opened = opened
+        self._num_releases = 0
+        self._last: AttemptResult | None = None
+
+    def add(self, record: AttemptResult) -> None:
+        """Track an attempt that has ended, if it was committed."""
+        metrics = metrics_of(record)
+        if metrics is None:
+            return
+        for tracker in self._opened:
+            tracker.log([metrics])
+        if record.kind == "TRAIN":
+            self._num_releases, self._last = self._num_releases + 1, record
+
+    def add_privacy(self, find_cost: Callable[[int], Cost]) -> None:
+        """Track the privacy cost of the run with its last round."""
+        if self._opened and self._last is not None:
+            cost = {"privacy/epsilon": find_cost(self._num_releases).epsilon}
+            for tracker in self._opened:
+                tracker.log([trackers.RoundMetrics(self._last.round, self._last.ended_at, cost)])
+
+
+@contextlib.contextmanager
+def _closing(tracker: trackers.Tracker) -> Generator[trackers.Tracker]:
+    """Close a tracker with the status of the run."""
+    status: trackers.RunStatus = "FAILED"
+    try:
+        yield tracker
+        status = "FINISHED"
+    except (KeyboardInterrupt, PausedError):
+        status = "KILLED"
+        raise
+    finally:
+        tracker.close(status)
+
+
+def _describe_run(folder: Path, file: Mapping[str, Any]) -> trackers.TrackedRun:
+    """Return the description of a run, with the key that the folder has, or a new one."""
+    path = folder / folders.MLFLOW
+    key = folders.read_json(path).get("run") if path.exists() else None
+    if not isinstance(key, str) or not key.isalnum():
+        key = uuid.uuid4().hex
+        folders.write(path, (json.dumps({"run": key}) + "\n").encode())
+    name = str(file.get("name", folder.name))
+    tags = {"fedplat.kind": "simulation", "fedplat.folder": str(folder.resolve())}
+    return trackers.TrackedRun(key, folder.name, name, trackers.flatten(file), tags)
+
+
+def _warn_of_missing(delivery: trackers.BackgroundTracker, warn: Callable[[str], object]) -> None:
+    if missing := delivery.missing:
+        warn(
+            f"MLflow does not have {trackers.describe_rounds(missing)} of the run ({delivery.failure}); "
+            f"{folders.ROUNDS} in the run folder has all of them"
+        )
+
+
+def metrics_of(record: AttemptResult) -> RoundMetrics | None:
+    """Return the metrics of an attempt that was committed; None if it was not.
+
+    `held_out/` are scores on the central test data, `clients/` the means of the clients' metrics in training, and
+    `evaluation/` those in a federated evaluation.
+    """
+    return RoundMetrics(record.round, record.ended_at, dict(_metrics(record))) if record.committed else None
+
+
+def _metrics(record: AttemptResult) -> Iterator[tuple[str, float]]:
+    is_training = record.kind == "TRAIN"
+    for name, value in record.evaluation.items():
+        yield f"held_out/{name}", value
+    for name, value in record.metrics.items():
+        yield f"{'clients' if is_training else 'evaluation'}/{name}", value
+    if is_training:
+        yield "round/virtual_seconds", record.ended_at - record.opened_at
+        yield "round/attempts", float(record.attempt)
+        yield "round/bytes_down", record.bytes_down
+        yield "round/bytes_up", record.bytes_up
+        for name, count in record.counts.items():
+            yield f"round/{name.lower()}", float(count)
+        if merged := sum(record.staleness.values()):
+            yield "round/staleness", sum(age * count for age, count in record.staleness.items()) / merged

@@ -13,7 +13,7 @@ from fedplat.aggregate import LocalAlgorithmOptions
 from fedplat.config.plugins import name_of
 from fedplat.errors import DataError, JobFileError, ModelError
 from fedplat.job import build_rule, calibrate
-from fedplat.job.advice import describe_coarse_steps
+from fedplat.job.spec import describe_coarse_steps
 from fedplat.learner import ArrayLearner
 from fedplat.model import Parameters
 from fedplat.simulation.clients import build_fleet

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fedplat.config import bounded_toml
+from fedplat.config import toml
 from fedplat.config.plugins import name_of
 from fedplat.config.toml import read_record
 from fedplat.errors import JobFileError, MissingExtraError
@@ -214,6 +214,6 @@ def _trains_with_pytorch(file: SimulationFile) -> bool:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return bounded_toml.loads(files.read_text(path))
+        return toml.loads(files.read_text(path))
     except (ValueError, RecursionError) as exc:
         raise JobFileError(f"the sweep file is not valid TOML: {exc}") from exc

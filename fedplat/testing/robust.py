@@ -12,7 +12,7 @@ from fedplat.aggregate import Contribution, Robust, Rule, State, weighted_mean
 from fedplat.aggregate.robust import PreAggregator, RobustRule
 from fedplat.aggregate.robust.inputs import Rows
 from fedplat.model import WINDOW, Vector, VectorBlocks
-from fedplat.model.shards import ShardReduce, Terms, shards, single_shard
+from fedplat.model.blocks import ShardReduce, Terms, shards, single_shard
 from fedplat.testing.errors import adopt, run_checks
 
 Updates = npt.NDArray[np.float32]

@@ -1,9 +1,16 @@
 """Experiment trackers: the rounds of a job or a simulation as metrics in MLflow or TensorBoard."""
 
-from fedplat.trackers.delivery import BackgroundTracker, describe_rounds
 from fedplat.trackers.mlflow import MlflowTracker
 from fedplat.trackers.tensorboard import TensorBoardTracker
-from fedplat.trackers.tracker import RoundMetrics, RunStatus, TrackedRun, Tracker, flatten
+from fedplat.trackers.tracker import (
+    BackgroundTracker,
+    RoundMetrics,
+    RunStatus,
+    TrackedRun,
+    Tracker,
+    describe_rounds,
+    flatten,
+)
 
 __all__ = [
     "BackgroundTracker",

@@ -25,7 +25,7 @@ from fedplat_server.child_environment import child_environment
 from fedplat_server.config import ServerConfig
 from fedplat_server.errors import ConfigError
 
-MODULE = "fedplat.dashboard.child"
+MODULE = "fedplat.dashboard.serving"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 """Pauses before the process is started again: each is twice as long, until it has run for `LONGEST_PAUSE_S`."""
 STOP_S = 2.0

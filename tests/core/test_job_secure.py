@@ -25,8 +25,8 @@ from fedplat.job import (
     warnings,
 )
 from fedplat.model import Parameters, VectorBlocks
-from fedplat.privacy import Charge, accounting, descriptions, skellam
-from fedplat.privacy.cost import cost_of_charges
+from fedplat.privacy import Charge, accounting, releases, skellam
+from fedplat.privacy.accounting import cost_of_charges
 from fedplat.rounds import JobState, ModelVersion, privacy_rules
 from fedplat.rounds.protocols.base import training_of
 from fedplat.secure_aggregation.encoding import Decoded
@@ -215,9 +215,9 @@ def test_the_noise_is_that_of_the_fewest_survivors() -> None:
     assert (mechanism.kind, mechanism.separation, mechanism.max_participations) == ("skellam", 1, 0)
     assert mechanism.noise_multiplier == pytest.approx((1 / 9 + 1 / 36) ** -0.5)
     assert 1.0 < mechanism.steps <= encoding.sensitivity
-    assert descriptions.participation(mechanism) == "fixed"
-    assert descriptions.adjacency(mechanism) == "zero-out"
-    assert "work together with the server" in descriptions.not_covered(mechanism)[0]
+    assert releases.describe_participation(mechanism) == "fixed"
+    assert releases.adjacency(mechanism) == "zero-out"
+    assert "work together with the server" in releases.describe_not_covered(mechanism)[0]
 
 
 def test_a_small_modulus_has_larger_steps_and_a_model_that_it_cannot_hold_is_refused() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fedplat.pytorch import models
-from fedplat.simulation.data.sources.text import CHARACTERS
+from fedplat.simulation.data.sources.common import CHARACTERS
 
 MNIST, CIFAR = (1, 28, 28), (3, 32, 32)
 

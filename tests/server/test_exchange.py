@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from grpc import aio
 
-from fedplat.admin import exchange
+from fedplat.admin import descriptions
 from fedplat.gossip import steps
 from fedplat.rounds import Coordinator
 from fedplat.rounds.events import SilosLost
@@ -67,7 +67,9 @@ async def test_silos_exchange_models_and_the_server_gets_the_digest_of_their_mea
         assert dict(rounds[0].client_metrics)["confirmed_edges"] == 3.0
         shown = (await site.operator.show(job)).exchange
         assert (shown.topology, shown.num_silos, shown.num_edges, shown.num_confirmed) == ("ring", 3, 3, 3)
-        assert exchange.describe(shown).startswith("neighbours, topology ring, 3 silos, 3 of 3 edges confirmed last; ")
+        assert descriptions.describe_exchange(shown).startswith(
+            "neighbours, topology ring, 3 silos, 3 of 3 edges confirmed last; "
+        )
         report = await verify(f"sqlite:///{folder / 'fedplat.sqlite'}", folder, live=True)
         assert report.findings == []
     for content in silos[0].files.values():
@@ -305,8 +307,8 @@ def test_a_server_refuses_more_silos_than_it_coordinates() -> None:
 
 def test_the_status_of_an_exchange_in_words() -> None:
     found = admin_pb2.Exchange(topology="ring", kind="ring", num_silos=1, excluded=["c-1", "c-2"])
-    assert exchange.describe(found) == "ring all-reduce, 1 silo; rings leave out c-1, c-2"
-    assert exchange.join_names(["c-1"], 3) == "c-1 and 2 more"
+    assert descriptions.describe_exchange(found) == "ring all-reduce, 1 silo; rings leave out c-1, c-2"
+    assert descriptions.join_names(["c-1"], 3) == "c-1 and 2 more"
 
 
 async def test_edges_name_clients_of_the_population(folder: Path) -> None:

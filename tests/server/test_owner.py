@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from fedplat.aggregate import state_to_bytes
-from fedplat.privacy.tree import Tree
+from fedplat.privacy.noise import Tree
 from fedplat.rounds import AttemptKey
 from fedplat_server.cli.options import parse_spool
 from fedplat_server.database import schema

@@ -77,7 +77,7 @@ ALLOWED = {
     "np.load": {
         "benchmarks/packed_data.py": "the small files that the benchmark has written, without pickle",
         "fedplat/cli/data.py": "arrays of files that the command names, without pickle",
-        "fedplat/simulation/data/sources/paths.py": "arrays of the researcher's own file, without pickle",
+        "fedplat/simulation/data/sources/common.py": "arrays of the researcher's own file, without pickle",
         "examples/secure/client.py": "the data that the demo gave this client, without pickle",
         "examples/secure/run.py": "what the demo's own clients have computed, without pickle",
     },

@@ -20,8 +20,7 @@ from fedplat_client.task import EvaluateResult, Task, TrainResult
 try:
     from fedplat.flower.claims import read_claims
     from fedplat.flower.client import EMPTY_STATE, ClientAppRunner, NodeAnswer
-    from fedplat.flower.messages import NUM_EXAMPLES, make_request, read_reply
-    from fedplat.flower.records import PackedMessage
+    from fedplat.flower.records import NUM_EXAMPLES, PackedMessage, make_request, read_reply
 except ImportError as exc:
     raise MissingExtraError(
         f"FlowerTrainer needs flwr, which is not installed; install it with: {install_command('flower')}"

@@ -16,8 +16,8 @@ import numpy as np
 
 from fedplat.aggregate.algebra import Contribution, Partial, Rule, Wrapper
 from fedplat.model import Blocks, Vector
+from fedplat.model.blocks import ShardReduce, single_shard
 from fedplat.model.rows import Columns, Matrix, each_column, gram, weighted_sum
-from fedplat.model.shards import ShardReduce, single_shard
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 
-from fedplat.dashboard.optional_calls import call_if_supported
 from fedplat.dashboard.rendering import Page
-from fedplat.dashboard.visit import PAGE_SIZE, Visit
+from fedplat.dashboard.visit import PAGE_SIZE, Visit, call_if_supported
 from fedplat.wire.v1 import admin_pb2, events_pb2
 
 SINCE = {"1": "the last day", "7": "the last week", "30": "the last 30 days"}

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from fedplat.admin import funnel, waiting
+from fedplat.admin import descriptions
 from fedplat.dashboard import formats
-from fedplat.dashboard.optional_calls import OptionalResult, call_if_supported
-from fedplat.dashboard.pages.job_charts import outcome_counts
+from fedplat.dashboard.pages.jobs import outcome_counts
 from fedplat.dashboard.rendering import Page
-from fedplat.dashboard.visit import Visit, parse_number
+from fedplat.dashboard.visit import OptionalResult, Visit, call_if_supported, parse_number
 from fedplat.wire.v1 import admin_pb2
 
 NUM_ASSIGNMENTS = 40
@@ -75,10 +74,10 @@ def show_round(visit: Visit) -> Page:
         "details": details,
         "is_private": is_private,
         "steps": draw_funnel(each),
-        "largest_loss": funnel.largest_loss(each),
-        "step": funnel.describe_step(each.progress),
-        "facts": funnel.list_facts(each),
-        "waiting": waiting.describe(each, formats.clock),
+        "largest_loss": descriptions.largest_loss(each),
+        "step": descriptions.describe_step(each.progress),
+        "facts": descriptions.list_facts(each),
+        "waiting": descriptions.describe_wait(each, formats.clock),
         "outcomes": outcome_counts(each),
         "phase": formats.attempt_phase(each.phase),
         "assignments": assignments,
@@ -92,7 +91,7 @@ def show_round(visit: Visit) -> Page:
 
 def draw_funnel(each: admin_pb2.Round) -> list[FunnelBar]:
     """Return the known steps of an attempt, from the clients that were waiting to the merged updates."""
-    known = [step for step in funnel.steps(each) if step.count or step.name in ("selected", "reported")]
+    known = [step for step in descriptions.funnel_steps(each) if step.count or step.name in ("selected", "reported")]
     widest = max((step.count or 0 for step in known), default=0)
     bars: list[FunnelBar] = []
     previous = 0

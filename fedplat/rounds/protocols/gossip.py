@@ -31,8 +31,7 @@ from fedplat.gossip.messages import (
     SiloReturned,
     TimerPassed,
 )
-from fedplat.gossip.state import GossipPhase, GossipRules, GossipState
-from fedplat.gossip.storage import state_from_builtins, state_to_builtins
+from fedplat.gossip.state import GossipPhase, GossipRules, GossipState, state_from_builtins, state_to_builtins
 from fedplat.job import JobSpec
 from fedplat.rounds import assignments, attempts, closing, futility, reporting, selection
 from fedplat.rounds.commands import Command, NextStep

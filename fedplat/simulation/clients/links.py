@@ -9,7 +9,7 @@ import numpy.typing as npt
 from msgspec import Meta, Struct
 
 from fedplat.simulation.clients.distributions import hash_uniform
-from fedplat.simulation.clients.options import MAX_CLIENTS
+from fedplat.simulation.clients.fleet import MAX_CLIENTS
 
 SiloIndex = Annotated[int, Meta(ge=0, lt=MAX_CLIENTS)]
 RoundNumber = Annotated[int, Meta(ge=1, le=10_000_000)]

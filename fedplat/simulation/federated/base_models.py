@@ -1,11 +1,17 @@
-"""The models of a job's latest version and of the earlier ones that clients still train from."""
+"""What training keeps: the models that clients still train from, updates that may be folded again, and snapshots."""
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
+import tempfile
+import weakref
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 
-from fedplat.model import Parameters
+from fedplat.aggregate import State
+from fedplat.model import ModelFile, Parameters, Values, Vector
 from fedplat.rounds import Assignment, AssignmentId
 from fedplat.simulation.engines.interface import Engine
 
@@ -71,3 +77,58 @@ class BaseModels:
             return
         del self._models[version], self._num_tasks[version]
         self._engine.retire(version)
+
+
+MEMORY_BYTES = 256 * 2**20
+"""Bytes of updates that stay in memory."""
+
+
+class UpdateRetention:
+    """Stores the updates of open attempts. Encoded updates are small and always stay in memory."""
+
+    def __init__(self, budget: int = MEMORY_BYTES) -> None:
+        self._left = budget
+        self._folder: Path | None = None
+        self._number = 0
+
+    def keep(self, values: Values) -> Values:
+        """Return the same values, in memory or in a file."""
+        if not isinstance(values, Parameters):
+            return values
+        size = values.schema.file_size_bytes
+        if size <= self._left:
+            self._left -= size
+            return values
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="fedplat-updates-"))
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self._number += 1
+        path = self._folder / f"{self._number}.safetensors"
+        path.write_bytes(values.to_bytes())
+        return ModelFile(path, values.schema)
+
+    def drop(self, kept: Values) -> None:
+        """Free values that `keep` returned."""
+        if isinstance(kept, Parameters):
+            self._left += kept.schema.file_size_bytes
+        elif isinstance(kept, ModelFile):
+            Path(kept.path).unlink(missing_ok=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """The state of a job after a commit, while no update is received or folded: a stopped run resumes from it.
+
+    `models` are the latest version and those that clients in training began with; `step` is the size of the latest
+    version's encoded step, if there is one. `state`, `scalars` and `memory` belong to the rule, `residuals` to the
+    clients' codecs, and `client_states` are the client states.
+    """
+
+    version: int
+    models: Mapping[int, Parameters]
+    state: State
+    scalars: Mapping[str, float]
+    memory: bytes
+    residuals: Mapping[int, Vector]
+    client_states: Mapping[int, Mapping[str, Parameters]]
+    step: float | None

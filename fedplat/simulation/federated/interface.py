@@ -17,7 +17,7 @@ from fedplat.rounds.events import (
     UpdateReported,
 )
 from fedplat.simulation.clients.device import DeviceAssignment, Sizes
-from fedplat.simulation.secure.protocol import stand_in
+from fedplat.simulation.secure.groups import stand_in
 
 Report = UpdateReported | UpdateRejected
 

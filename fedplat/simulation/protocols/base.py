@@ -17,8 +17,7 @@ from fedplat.rounds.events import AssignmentFailed, Event, UploadStarted
 from fedplat.rounds.states import Reason
 from fedplat.simulation.clients import Fleet
 from fedplat.simulation.clients.device import DeviceAssignment, Sizes
-from fedplat.simulation.clients.event_queue import EventQueue
-from fedplat.simulation.clients.idle import IdleClients
+from fedplat.simulation.clients.idle import EventQueue, IdleClients
 from fedplat.simulation.federated.interface import TrainingModel
 from fedplat.simulation.recording.statistics import RunStatistics
 

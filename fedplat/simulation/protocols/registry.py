@@ -24,7 +24,7 @@ from fedplat.simulation.protocols.gossip import SiloBehaviour
 from fedplat.simulation.protocols.secure import SecureBehaviour
 from fedplat.simulation.recording.result import Result
 from fedplat.simulation.recording.statistics import Observer
-from fedplat.simulation.secure.protocol import ModelledProtocol, SecureProtocol
+from fedplat.simulation.secure.groups import ModelledProtocol, SecureProtocol
 
 MAX_REAL = 1000
 """The largest cohort whose secure aggregation is computed with its cryptography, unless the simulation has `"real"`."""

@@ -22,7 +22,7 @@ from fedplat.aggregate import memory_from_bytes, state_from_bytes, state_to_byte
 from fedplat.config.decoding import prepare_type
 from fedplat.errors import ModelError, ReplayError
 from fedplat.model import Parameters
-from fedplat.simulation.federated.snapshot import Snapshot
+from fedplat.simulation.federated.base_models import Snapshot
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _RECORD, _STATE, _RESIDUALS, _MEMORIES = "checkpoint.json", "state.bin", "residuals.safetensors", "memories.safetensors"

@@ -25,7 +25,7 @@ import msgspec
 from fedplat import durable
 from fedplat.config.toml import format_value
 from fedplat.errors import DataError
-from fedplat.packed.files import open_regular
+from fedplat.packed.index import open_regular
 from fedplat.simulation.recording.result import AttemptResult
 
 RUN, ROUNDS, RESULTS, MODEL, PARTICIPATION, EVENTS, MLFLOW, JOURNAL = (

@@ -27,7 +27,7 @@ from fedplat.simulation.clients.device import DeviceAssignment, Sizes
 from fedplat.simulation.federated.interface import Report, TrainingModel
 from fedplat.simulation.federated.training import RealTraining
 from fedplat.simulation.recording import checkpoint
-from fedplat.simulation.secure.protocol import stand_in
+from fedplat.simulation.secure.groups import stand_in
 
 RecordedResult = dict[str, Any]
 ANSWERS = "answers.jsonl"

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from fedplat import texts
 from fedplat.metrics import is_smaller_better
-from fedplat.privacy.cost import Cost
+from fedplat.privacy.accounting import Cost
 from fedplat.simulation.recording.result import AttemptResult, Result
 
 Floats = npt.NDArray[np.float64]

@@ -13,7 +13,7 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from fedplat.config import bounded_toml
+from fedplat.config import toml
 from fedplat.config.plugin_objects import plugins_in
 from fedplat.config.plugins import BUILTIN, Plugins
 from fedplat.config.toml import format_value, read_record, read_toml, to_table
@@ -150,7 +150,7 @@ def job_text(text: str) -> str:
             kept.append(line)
     job = "".join(kept)
     try:
-        if bounded_toml.loads(job) == raw:
+        if toml.loads(job) == raw:
             return job
     except tomllib.TOMLDecodeError:
         pass
@@ -168,7 +168,7 @@ def _change(raw: dict[str, Any], change: str) -> None:
     if not equals or not path:
         raise JobFileError(f"{change!r}: expected KEY=VALUE, such as selection.goal=20 or simulation.seed=1")
     try:
-        new = bounded_toml.loads(f"value = {value.strip()}")["value"]
+        new = toml.loads(f"value = {value.strip()}")["value"]
     except tomllib.TOMLDecodeError:
         new = value.strip()
     try:

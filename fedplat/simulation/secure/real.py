@@ -15,8 +15,7 @@ from fedplat.secure_aggregation import unmasking
 from fedplat.secure_aggregation.messages import KeyAdvertisement, Member
 from fedplat.secure_aggregation.participant import Participant, ParticipantLimits
 from fedplat.secure_aggregation.setup import Setup
-from fedplat.simulation.secure.groups import MaskedGroup
-from fedplat.simulation.secure.protocol import Masked, SecureProtocol
+from fedplat.simulation.secure.groups import Masked, MaskedGroup, SecureProtocol
 
 
 class RealProtocol(SecureProtocol):

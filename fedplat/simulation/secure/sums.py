@@ -21,8 +21,7 @@ from fedplat.secure_aggregation.encoding import Decoded
 from fedplat.secure_aggregation.setup import Setup
 from fedplat.simulation.clients.device import DeviceAssignment
 from fedplat.simulation.engines.interface import LocalUpdate
-from fedplat.simulation.secure.groups import MaskedGroup, read_groups
-from fedplat.simulation.secure.protocol import Masked, SecureProtocol
+from fedplat.simulation.secure.groups import Masked, MaskedGroup, SecureProtocol, read_groups
 
 _SECRETS, _ROUNDING = 11, 12
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedplat import submission_checks
-from fedplat.config import bounded_toml
+from fedplat.config import toml
 from fedplat.config.plugins import BUILTIN, Plugins
 from fedplat.config.toml_text import change_text
 from fedplat.errors import JobFileError, ModelError, PluginError, UserCodeError
@@ -49,7 +49,7 @@ def change(job_file: str, changes: Sequence[str], max_bytes: int, plugins: Plugi
                 "retention.versions=5",
             )
         try:
-            values[key] = bounded_toml.loads(f"value = {value}")["value"]
+            values[key] = toml.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError as exc:
             raise RefusedError(Code.INVALID_REQUEST, f"{text[:100]!r}: the value is not valid TOML: {exc}") from exc
     if not values:

@@ -1,7 +1,7 @@
 """States that a newer release has stored: each is read as the nearest one that this release knows.
 
 While the daemons of a server are replaced one by one, an older one may take over in the middle of an attempt of a newer
-one. It pauses such a job, as one with a job file that it cannot read (`fedplat/job/newer.py`), and runs the others.
+one. It pauses such a job, as one with a job file that it cannot read (`fedplat/job/spec.py`), and runs the others.
 """
 
 from __future__ import annotations

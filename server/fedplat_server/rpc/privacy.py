@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing_extensions import override
 
 from fedplat.job import JobSpec
-from fedplat.privacy import Charge, descriptions
+from fedplat.privacy import Charge, releases
 from fedplat.rounds.disclosure import disclosure_of
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
 from fedplat_server.coordination import accountant
@@ -116,9 +116,9 @@ def _terms(spec: JobSpec, planned: Charge, account: Account) -> admin_pb2.JobPri
     options, mechanism, adaptive = spec.privacy, planned.mechanism, spec.updates.adaptive_clip
     assert options is not None
     return admin_pb2.JobPrivacy(
-        participation=descriptions.participation(mechanism),
-        adjacency=descriptions.adjacency(mechanism),
-        sampling=descriptions.sampling(mechanism),
+        participation=releases.describe_participation(mechanism),
+        adjacency=releases.adjacency(mechanism),
+        sampling=releases.describe_sampling(mechanism),
         delta=options.delta,
         epsilon=options.epsilon,
         noise_multiplier=mechanism.noise_multiplier,
@@ -127,7 +127,7 @@ def _terms(spec: JobSpec, planned: Charge, account: Account) -> admin_pb2.JobPri
         adaptive_clip=adaptive is not None,
         released=_cost(account.released, options.delta),
         planned=_cost((planned,), options.delta),
-        not_covered=descriptions.not_covered(mechanism),
+        not_covered=releases.describe_not_covered(mechanism),
         trust=options.trust,
     )
 

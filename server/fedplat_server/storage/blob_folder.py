@@ -19,7 +19,7 @@ from pathlib import Path
 from typing_extensions import override
 
 from fedplat import durable
-from fedplat.privacy import tree
+from fedplat.privacy import noise
 from fedplat_server import crash_points
 from fedplat_server.errors import BlobError
 from fedplat_server.instruments import Instruments
@@ -143,7 +143,7 @@ class BlobFolder(BlobBackend):
         """Set a blob aside. Seeds of noise are erased at once, as privacy promises, also those that a crash left."""
         with files.translate_os_errors(f"setting {path} aside"):
             with path.open("rb") as file:
-                is_secret = tree.has_seeds(file.read(set_aside.BEGINNING_BYTES))
+                is_secret = noise.has_seeds(file.read(set_aside.BEGINNING_BYTES))
             erase(path) if is_secret else set_aside.put(path, self._folder)
 
     @override

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from fedplat.privacy import tree
+from fedplat.privacy import noise
 from fedplat_server import crash_points, logs
 from fedplat_server.errors import BlobError, BlobUnavailableError
 from fedplat_server.instruments import Instruments
@@ -131,7 +131,7 @@ class BlobObjects(BlobBackend):
         States with seeds of noise are removed at once.
         """
         try:
-            if not tree.has_seeds(self.objects.read_beginning(name_of(digest), set_aside.BEGINNING_BYTES)):
+            if not noise.has_seeds(self.objects.read_beginning(name_of(digest), set_aside.BEGINNING_BYTES)):
                 self.objects.copy(name_of(digest), _aside_name(digest))
         except BlobUnavailableError:
             raise

@@ -39,7 +39,7 @@ from fedplat.aggregate.state import Columns
 from fedplat.codecs.container import Format
 from fedplat.errors import ModelError
 from fedplat.model import BLOCK, WINDOW, Bytes, Carry, ModelFile, Parameters, Values
-from fedplat.model.shards import ShardReduce, Terms, shards, single_shard
+from fedplat.model.blocks import ShardReduce, Terms, shards, single_shard
 from fedplat.privacy import KEY_BYTES, Noise, PublishedMetrics, Tree
 from support.robust_cases import CASES as ROBUST
 from support.robust_cases import contributions

@@ -14,7 +14,7 @@ import pytest
 import typer
 from click.shell_completion import ShellComplete
 
-from fedplat.cli import completion
+from fedplat.cli import session
 from fedplat.cli.app import app
 from fedplat.wire.v1 import admin_pb2
 from support.cli.commands import environment
@@ -66,7 +66,7 @@ def test_hostile_names_are_left_out_and_the_number_is_bounded(state: State, monk
     state.clients = [admin_pb2.Client(client_id=name) for name in ("c-1\x1b[2J", "c-$(reboot)", "c-1 2", "c-ok")]
     assert complete("client", "show", "c-") == ["c-ok"]
     state.clients = [admin_pb2.Client(client_id=f"c-{n}") for n in range(250)]
-    assert len(complete("client", "show", "c-")) == completion.MAX_NAMES
+    assert len(complete("client", "show", "c-")) == session.MAX_NAMES
 
 
 def test_options_before_the_command_name_the_server(server: FakeServer, state: State, monkeypatch: pytest.MonkeyPatch):
@@ -94,7 +94,7 @@ def test_without_an_answer_there_are_no_names(silent: str, closed_port: str, tmp
     context.params.update(server=silent, insecure=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FEDPLAT_TOKEN", "t")
-        assert completion.ask_server(context, lambda client: [(str(client.list_jobs()), "")], 0.2) == []
+        assert session.ask_server(context, lambda client: [(str(client.list_jobs()), "")], 0.2) == []
     assert capfd.readouterr() == ("", "")
 
 

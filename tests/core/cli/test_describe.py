@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from fedplat.admin import exchange
-from fedplat.admin.funnel import largest_loss, steps
-from fedplat.cli import client_description, formats, funnel
+from fedplat.admin import descriptions
+from fedplat.admin.descriptions import funnel_steps, largest_loss
+from fedplat.cli import clients, formats, round_description
 from fedplat.wire.v1 import admin_pb2
 from support.cli.commands import Run, parsed
 from support.cli.fake_state import T0, S, State
@@ -74,7 +74,7 @@ def test_the_largest_loss_of_an_ended_attempt(numbers: dict[str, int], sentence:
 def test_an_abandoned_attempt_merged_nothing_and_that_is_no_loss():
     given = attempt(ABANDONED, merged=0)
     assert largest_loss(given).startswith("the largest loss: 3 of 9 clients received the model")
-    assert [(step.name, step.count) for step in steps(given)][-2:] == [("reported", 6), ("merged", None)]
+    assert [(step.name, step.count) for step in funnel_steps(given)][-2:] == [("reported", 6), ("merged", None)]
 
 
 def test_an_open_attempt_has_no_loss_yet():
@@ -86,9 +86,9 @@ def test_an_open_attempt_has_no_loss_yet():
 
 def test_numbers_that_an_older_server_did_not_count_are_not_losses():
     given = attempt(checked_in=0, eligible=0, downloaded=0, trained=0)
-    assert [step.count for step in steps(given)] == [None, None, 10, None, None, 6, 5]
+    assert [step.count for step in funnel_steps(given)] == [None, None, 10, None, None, 6, 5]
     assert largest_loss(given) == ("the largest loss: 4 of 10 clients did not come to the step 'reported'")
-    rows = funnel.rows(given)
+    rows = round_description.funnel_rows(given)
     assert [row[1:3] for row in rows] == [
         *([("-", "")] * 2),
         ("10", ""),
@@ -100,7 +100,7 @@ def test_numbers_that_an_older_server_did_not_count_are_not_losses():
 
 def test_an_evaluation_merges_nothing():
     given = attempt(kind=admin_pb2.ATTEMPT_KIND_EVALUATE, merged=0)
-    assert [step.name for step in steps(given)][-1] == "reported"
+    assert [step.name for step in funnel_steps(given)][-1] == "reported"
 
 
 @pytest.fixture
@@ -261,39 +261,39 @@ def test_a_client_is_described_with_why_it_is_not_selected(run: Run):
 
 def test_a_client_without_the_trainer_of_a_job_is_not_eligible(state: State, job: admin_pb2.Job):
     client = admin_pb2.Client(client_id="c", labels={"region": "eu"}, trainers=["linear", "trees"])
-    explained = client_description.explain_selection(client, job)
+    explained = clients.explain_selection(client, job)
     assert explained == "never: it does not have the trainer digits, but linear, trees"
     client.trainers.append("digits")
-    assert client_description.explain_selection(client, job).startswith("eligible by its labels; a round takes 11")
-    assert client_description.fields(client)["trainers"] == "linear, trees, digits"
-    assert client_description.fields(admin_pb2.Client())["trainers"].startswith("not known")
+    assert clients.explain_selection(client, job).startswith("eligible by its labels; a round takes 11")
+    assert clients.describe_fields(client)["trainers"] == "linear, trees, digits"
+    assert clients.describe_fields(admin_pb2.Client())["trainers"].startswith("not known")
 
 
 def test_a_busy_client_that_sends_nothing_is_silent():
     client = admin_pb2.Client(client_id="c", last_seen_unix_s=T0, job_id="j-1", state="busy")
-    assert client_description.describe_silence(client, T0 + 44.0) == ""
-    assert client_description.describe_silence(client, T0 + 75.0) == ", silent for 1 min 15 s"
-    assert "was last seen 1 min 15 s ago: it may be gone" in client_description.explain(client, T0 + 75.0)
+    assert clients.describe_silence(client, T0 + 44.0) == ""
+    assert clients.describe_silence(client, T0 + 75.0) == ", silent for 1 min 15 s"
+    assert "was last seen 1 min 15 s ago: it may be gone" in clients.explain(client, T0 + 75.0)
     client.state = "away"
-    assert client_description.describe_silence(client, T0 + 75.0) == ""
+    assert clients.describe_silence(client, T0 + 75.0) == ""
 
 
 def test_what_a_client_does():
     client = admin_pb2.Client(client_id="c", last_seen_unix_s=T0, job_id="j-1", state="busy")
-    assert client_description.explain(client, T0 + 15.0) == "it works for job j-1; it was seen 15.0 s ago"
+    assert clients.explain(client, T0 + 15.0) == "it works for job j-1; it was seen 15.0 s ago"
     client.state = "revoked"
-    assert "it must enroll again with a new ticket" in client_description.explain(client)
+    assert "it must enroll again with a new ticket" in clients.explain(client)
     client.state = "away"
-    hangs = client_description.explain(client, T0 + 2.0)
+    hangs = clients.explain(client, T0 + 2.0)
     assert hangs.startswith("its trainer has not returned from a task of job j-1 that has ended"), hangs
     client.job_id, client.last_seen_unix_s = "", 0.0
-    assert "was not seen since the server started" in client_description.explain(client)
+    assert "was not seen since the server started" in clients.explain(client)
     newer = admin_pb2.Job(job_file="unknown = 1")
-    assert client_description.explain_selection(client, newer).startswith("unknown: ")
+    assert clients.explain_selection(client, newer).startswith("unknown: ")
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("ring", "0.0176"), ("neighbours", "0.0176 (tolerance 0.01)")])
 def test_only_an_exchange_between_neighbours_has_a_tolerance(kind: str, expected: str) -> None:
     """A ring computes the mean, whatever the distance of its members from it."""
     done = admin_pb2.Exchange(kind=kind, topology="ring", num_silos=4, relative_distance=0.0176, tolerance=0.01)
-    assert exchange.describe(done).endswith(f"4 silos; distance from the mean {expected}")
+    assert descriptions.describe_exchange(done).endswith(f"4 silos; distance from the mean {expected}")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fedplat import initial, wire
-from fedplat.admin.transfer import chunks
+from fedplat.admin.submission import model_chunks
 from fedplat.errors import JobFileError
 from fedplat.model import Parameters
 
@@ -183,7 +183,7 @@ def test_torch_is_not_imported_for_a_model_of_arrays(tmp_path: Path):
 def test_chunks_are_the_file():
     parameters = Parameters.from_arrays({"w": np.arange(wire.UPLOAD_CHUNK_BYTES, dtype=np.uint16), "z": np.zeros(0)})
     seen: list[tuple[int, int]] = []
-    found = list(chunks(parameters, lambda done, total: seen.append((done, total))))
+    found = list(model_chunks(parameters, lambda done, total: seen.append((done, total))))
     assert b"".join(found) == parameters.to_bytes()
     assert max(map(len, found)) == wire.UPLOAD_CHUNK_BYTES
     assert seen[-1] == (len(parameters.to_bytes()), len(parameters.to_bytes()))

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from fedplat.admin.interrupts import defer_interrupt
+from fedplat.admin.connection import defer_interrupt
 
 
 def interrupt() -> None:

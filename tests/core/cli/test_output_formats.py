@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from fedplat.cli import tables
-from fedplat.cli.tables import TextTable
+from fedplat.cli import output
+from fedplat.cli.output import TextTable
 from fedplat.wire.v1 import admin_pb2
 from support.cli.commands import Run, environment, parsed
 from support.cli.fake_admin import FakeServer
@@ -163,7 +163,7 @@ def test_a_wide_table_folds_by_columns(width: int, cuts: bool, expected: str):
 @pytest.mark.parametrize("width", range(1, 60, 7))
 def test_folding_ends_and_keeps_every_word(width: int):
     text = "one two-three 日本語 " + "x" * 70 + "  four"
-    folded = tables.fold(text, max(2, width), "    ")
+    folded = output.fold(text, max(2, width), "    ")
     assert "".join("".join(folded).split()) == "".join(text.split())
 
 

@@ -13,7 +13,7 @@ from click.testing import Result
 from fedplat.admin import profile
 from fedplat.admin.profile import Profile
 from fedplat.cli.app import app
-from fedplat.cli.settings import Settings
+from fedplat.cli.session import Settings
 from fedplat.errors import ProfileError
 from fedplat.wire.v1 import admin_pb2
 from support.cli.commands import TOKEN, Run, parsed

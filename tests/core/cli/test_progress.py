@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fedplat.admin import AdminClient, funnel
+from fedplat.admin import AdminClient, descriptions
 from fedplat.cli import watch
-from fedplat.cli.board import AttemptTable
 from fedplat.cli.output import Output
+from fedplat.cli.watch import AttemptTable
 from fedplat.wire.v1 import admin_pb2
 from support.cli.commands import Run, parsed
 from support.cli.fake_state import S, State
@@ -64,7 +64,7 @@ def test_each_step_of_a_secure_aggregation_has_a_sentence(run: Run, state: State
     assert f"progress    {sentence}\n" in run("job", "show", "digits").stdout
     state.rounds = [job.current]
     assert run("job", "rounds", "digits").stdout.splitlines()[-1].endswith(sentence)
-    assert funnel.largest_loss(job.current) == f"{sentence}, 3 of 12 clients are at work"
+    assert descriptions.largest_loss(job.current) == f"{sentence}, 3 of 12 clients are at work"
 
 
 def test_client_list_has_the_progress_of_each_client(run: Run, state: State):

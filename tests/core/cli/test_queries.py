@@ -8,7 +8,7 @@ import click
 import pytest
 import typer
 
-from fedplat.cli import lists, times
+from fedplat.cli import formats, lists
 from fedplat.cli.lists import Order, Query, QueryRows
 from fedplat.wire.v1 import admin_pb2
 from support.cli.commands import FEDPLAT, Run, environment, parsed
@@ -141,12 +141,12 @@ def test_wrong_options(words: tuple[str, ...], message: str, run: Run):
 
 
 def test_the_start_of_a_period():
-    assert times.since("") == 0.0
-    assert times.since("90m", now_s=10_000.0) == 10_000.0 - 5400.0
-    assert times.since("1w", now_s=1.0) == 1.0  # 0 would mean all
-    assert times.since("2026-11-01T14:30") == datetime(2026, 11, 1, 14, 30).timestamp()
+    assert formats.parse_since("") == 0.0
+    assert formats.parse_since("90m", now_s=10_000.0) == 10_000.0 - 5400.0
+    assert formats.parse_since("1w", now_s=1.0) == 1.0  # 0 would mean all
+    assert formats.parse_since("2026-11-01T14:30") == datetime(2026, 11, 1, 14, 30).timestamp()
     with pytest.raises(typer.BadParameter):
-        times.since("0001-01-01")
+        formats.parse_since("0001-01-01")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedplat.admin import waiting
+from fedplat.admin import descriptions
 from fedplat.wire.v1 import admin_pb2
 
 SIX = [f"c-{at}" for at in range(6)]
@@ -23,8 +23,8 @@ SIX = [f"c-{at}" for at in range(6)]
 def test_a_wait_names_its_clients_and_its_end(num_busy: int, waits: dict[str, object], text: str) -> None:
     attempt = admin_pb2.Round(busy=num_busy)
     attempt.waiting.MergeFrom(admin_pb2.AttemptWait(**waits))  # pyright: ignore[reportArgumentType]
-    assert waiting.describe(attempt, lambda moment: f"{moment:g}") == text
+    assert descriptions.describe_wait(attempt, lambda moment: f"{moment:g}") == text
 
 
 def test_an_attempt_that_has_ended_waits_for_nothing() -> None:
-    assert waiting.describe(admin_pb2.Round(), str) == ""
+    assert descriptions.describe_wait(admin_pb2.Round(), str) == ""

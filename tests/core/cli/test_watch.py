@@ -11,8 +11,8 @@ from fedplat.admin import AdminClient
 from fedplat.admin.patience import Patience
 from fedplat.admin.profile import Profile
 from fedplat.cli import job_lists, watch
-from fedplat.cli.board import AttemptTable
 from fedplat.cli.output import Output
+from fedplat.cli.watch import AttemptTable
 from fedplat.errors import ServerRefusedError, ServerUnreachableError
 from fedplat.wire.v1 import admin_pb2
 from support.cli.fake_admin import FakeServer

@@ -7,14 +7,14 @@ import hashlib
 import json
 from importlib import resources
 
-from fedplat.dashboard.static_files import ASSETS, FOLDER
+from fedplat.dashboard.rendering import ASSETS, STATIC_FOLDER
 from support.dashboard.visitor import Visitor
 
-LOCK = json.loads(FOLDER.joinpath("vendor.lock.json").read_text())
+LOCK = json.loads(STATIC_FOLDER.joinpath("vendor.lock.json").read_text())
 
 
 def test_vendored_files_are_those_that_were_locked() -> None:
-    vendor = FOLDER.joinpath("vendor")
+    vendor = STATIC_FOLDER.joinpath("vendor")
     locked = {name: digest for package in LOCK.values() for name, digest in package["files"].items()}
     assert {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in vendor.iterdir()} == locked
 
@@ -26,7 +26,7 @@ def test_each_package_has_its_version_its_source_and_its_licence() -> None:
 
 
 def test_the_files_are_small() -> None:
-    with resources.as_file(FOLDER) as folder:
+    with resources.as_file(STATIC_FOLDER) as folder:
         contents = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
     assert contents
     assert sum(map(len, contents)) <= 150_000

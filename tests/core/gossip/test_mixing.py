@@ -30,7 +30,7 @@ from fedplat.gossip import (
     spectral_gap,
 )
 from fedplat.gossip.options import Topology
-from fedplat.gossip.weights import Links
+from fedplat.gossip.topology import Links
 
 Floats = npt.NDArray[np.float64]
 

@@ -22,9 +22,18 @@ from fedplat.errors import SecureAggregationError
 from fedplat.model import BLOCK
 from fedplat.privacy import skellam
 from fedplat.privacy.noise import KeyStream
-from fedplat.secure_aggregation.encoding import add_file, check_file, decode, encode, file_bytes, merge, write_file
+from fedplat.secure_aggregation.encoding import (
+    add_file,
+    check_file,
+    decode,
+    encode,
+    file_bytes,
+    merge,
+    rotate,
+    rotate_back,
+    write_file,
+)
 from fedplat.secure_aggregation.options import SecureAggregation
-from fedplat.secure_aggregation.rotation import rotate, rotate_back
 from fedplat.secure_aggregation.setup import Encoding, LocalNoise, Setup
 
 SIZE = 1000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fedplat.simulation.clients.event_queue import Alarms, EventQueue
+from fedplat.simulation.clients.idle import Alarms, EventQueue
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -11,7 +11,7 @@ import pytest
 
 from fedplat import durable
 from fedplat.errors import ReplayError
-from fedplat.simulation.federated.snapshot import Snapshot
+from fedplat.simulation.federated.base_models import Snapshot
 from fedplat.simulation.recording import checkpoint
 from fedplat.simulation.recording.result import AttemptResult, Result
 from fedplat.simulation.run import Hooks, Simulation, run

@@ -122,7 +122,7 @@ def test_dirichlet_draws_again_until_everyone_has_enough() -> None:
 
 
 def test_dirichlet_gives_up_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedplat.simulation.data.partitioners.dirichlet.MAX_DRAWS", 20)
+    monkeypatch.setattr("fedplat.simulation.data.partitioners.niid_bench.MAX_DRAWS", 20)
     with pytest.raises(DataError, match="use a larger alpha, fewer clients or a smaller min_examples"):
         deal(dataset(), partitioners.Dirichlet(clients=60, alpha=0.01, min_examples=99), 0)
 

@@ -15,7 +15,7 @@ from fedplat.simulation.data import Dataset, Federation, deal, partitioners
 from fedplat.simulation.recording import folder
 from fedplat.simulation.report import data, plots
 from fedplat.simulation.report.summary import summarize
-from fedplat.simulation.report.tracking import metrics_of
+from fedplat.simulation.run_folder import metrics_of
 from support.simulation.runs import attempt, result
 
 PNG = b"\x89PNG\r\n"

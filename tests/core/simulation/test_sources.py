@@ -12,7 +12,7 @@ import pytest
 
 from fedplat.errors import DataError, MissingExtraError, UserCodeError
 from fedplat.simulation.data import DataSource, Federation, federation, partitioners, sources
-from fedplat.simulation.data.sources import text
+from fedplat.simulation.data.sources import common
 from fedplat.testing import check_source
 
 IID = partitioners.Iid(clients=4)
@@ -93,20 +93,20 @@ def test_shakespeares_speakers_are_clients(folder: Path) -> None:
     assert found.names == ("All", "First Citizen")
     check_source(sources.Shakespeare(length=10, min_examples=2, test_fraction=0.25))
     assert found.sizes().tolist() == [2, 64]  # 13 - 10 = 3 and 96 - 10 = 86 examples, a quarter of which is held out
-    said = text.codes("Speak, speak.")
+    said = common.character_codes("Speak, speak.")
     inputs, targets = found.examples(0)
     np.testing.assert_array_equal(inputs, [said[:10], said[1:11]])
     np.testing.assert_array_equal(targets, said[10:12])
     # The held-out part shares no character with the training part: it begins at 64 + 10.
     assert len(found.test_inputs) == 86 - 74
-    assert "".join(text.CHARACTERS[code] for code in found.test_inputs[0]) == "to die tha"
+    assert "".join(common.CHARACTERS[code] for code in found.test_inputs[0]) == "to die tha"
     with pytest.raises(DataError, match="no speaker in"):
         federation(sources.Shakespeare(), None)
 
 
 def test_characters_have_codes_of_their_own() -> None:
-    assert len(set(text.CHARACTERS)) == len(text.CHARACTERS) < 256
-    assert "".join(text.CHARACTERS[code] for code in text.codes("Ab\nü€")) == "Ab\n\ufffd\ufffd"
+    assert len(set(common.CHARACTERS)) == len(common.CHARACTERS) < 256
+    assert "".join(common.CHARACTERS[code] for code in common.character_codes("Ab\nü€")) == "Ab\n\ufffd\ufffd"
 
 
 def test_npz_with_owners(folder: Path) -> None:
@@ -181,7 +181,7 @@ def test_leaf_folders(folder: Path) -> None:
     check_source(sources.Leaf("femnist", shape=[1, 2, 2]), folder)
     plays = federation(sources.Leaf("plays"), None, folder=folder)
     assert plays.inputs.shape == (8, 5)
-    assert set(plays.targets) == set(text.codes("o"))
+    assert set(plays.targets) == set(common.character_codes("o"))
 
 
 def test_leaf_mistakes(folder: Path) -> None:

@@ -19,7 +19,7 @@ from rich.console import Console
 from fedplat import sweep
 from fedplat.cli.app import app
 from fedplat.cli.output import Output
-from fedplat.cli.sweep_progress import SweepBoard, picture
+from fedplat.cli.sweep import SweepBoard, draw_progress
 from fedplat.simulation.report.plots import new_figure
 from fedplat.sweep import StepProgress
 from fedplat.sweep.plots import draw_curves
@@ -205,7 +205,7 @@ def test_the_live_table_shows_the_runs_in_progress(here: Path) -> None:
     console = Console(file=io.StringIO(), width=110, force_terminal=False)
     output = Output(False)
     output.messages = console
-    console.print(picture(board, output))
+    console.print(draw_progress(board, output))
     assert isinstance(console.file, io.StringIO)
     text = re.sub(r"[━ ]+", " ", console.file.getvalue())
     assert "1 0 2/6 0.2500 learning_rate=0.003, epochs=1" in text

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fedplat.errors import MissingExtraError, TrackerError
-from fedplat.trackers import MlflowTracker, RoundMetrics, TrackedRun, delivery, mlflow, tracker
+from fedplat.trackers import MlflowTracker, RoundMetrics, TrackedRun, mlflow, tracker
 
 pytest.importorskip("mlflow")
 
@@ -112,7 +112,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         MlflowTracker("http://127.0.0.1:9", RUN)
 
 
-@pytest.mark.parametrize("module", [delivery, mlflow, tracker], ids=["delivery", "mlflow", "tracker"])
+@pytest.mark.parametrize("module", [mlflow, tracker], ids=["mlflow", "tracker"])
 def test_the_examples_are_true(module: Any) -> None:
     results = doctest.testmod(module)
     assert results.attempted

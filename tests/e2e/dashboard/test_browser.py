@@ -40,7 +40,7 @@ async def signed_in(
 
 def children(place: Place) -> list[psutil.Process]:
     found = psutil.Process(place.server.pid).children()
-    return [child for child in found if "fedplat.dashboard.child" in child.cmdline()]
+    return [child for child in found if "fedplat.dashboard.serving" in child.cmdline()]
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

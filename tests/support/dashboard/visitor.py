@@ -8,7 +8,7 @@ from typing import Literal
 
 import httpx
 
-from fedplat.dashboard.logins import LoginError
+from fedplat.dashboard.sessions import LoginError
 from fedplat.dashboard.source import PageSource
 
 ORIGIN = "https://fed.example.org"

@@ -15,8 +15,7 @@ import numpy.typing as npt
 import torch
 
 from fedplat.pytorch.distributed import Ranks, Transport, VectorLayout, make_vectors
-from fedplat.pytorch.distributed.bench.buffers import Buffers
-from fedplat.pytorch.distributed.bench.measure import MakeTrials, measure
+from fedplat.pytorch.distributed.bench.measure import Buffers, MakeTrials, measure
 from fedplat.pytorch.distributed.bench.records import FACTORS, BenchPlan, BenchStep
 from fedplat.pytorch.distributed.exchange import P2PVectors
 from fedplat.pytorch.distributed.group import prove_key

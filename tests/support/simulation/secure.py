@@ -17,8 +17,7 @@ from fedplat.simulation.federated.training import RealTraining
 from fedplat.simulation.recording.result import Result
 from fedplat.simulation.recording.statistics import RunStatistics
 from fedplat.simulation.run import Hooks, Simulation, drive
-from fedplat.simulation.secure.groups import MaskedGroup
-from fedplat.simulation.secure.protocol import Masked
+from fedplat.simulation.secure.groups import Masked, MaskedGroup
 from fedplat.simulation.secure.real import RealProtocol
 from fedplat.simulation.secure.steps import SecureStep
 from support.simulation.cases import job

@@ -13,16 +13,12 @@ import numpy as np
 
 from fedplat.config.plugins import Kind, by_name, define
 from fedplat.simulation.data.federation import Dataset, Part
-from fedplat.simulation.data.partitioners.classes import Classes
-from fedplat.simulation.data.partitioners.column import Column
 from fedplat.simulation.data.partitioners.common import BasePartition
-from fedplat.simulation.data.partitioners.dirichlet import Dirichlet
 from fedplat.simulation.data.partitioners.fedprox import FedProx
 from fedplat.simulation.data.partitioners.hsu import Hsu
-from fedplat.simulation.data.partitioners.iid import Iid
-from fedplat.simulation.data.partitioners.natural import Natural
-from fedplat.simulation.data.partitioners.quantity import Quantity
-from fedplat.simulation.data.partitioners.shards import Shards
+from fedplat.simulation.data.partitioners.iid import Iid, Shards
+from fedplat.simulation.data.partitioners.natural import Column, Natural
+from fedplat.simulation.data.partitioners.niid_bench import Classes, Dirichlet, Quantity
 
 
 @runtime_checkable

@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from fedplat.config.plugins import Kind, define
 from fedplat.simulation.data.federation import Dataset, Federation
+from fedplat.simulation.data.sources.common import SourcePaths, data_folder
 from fedplat.simulation.data.sources.digits import Digits
 from fedplat.simulation.data.sources.function import Function
 from fedplat.simulation.data.sources.huggingface import HuggingFace
@@ -20,7 +21,6 @@ from fedplat.simulation.data.sources.leaf import Leaf
 from fedplat.simulation.data.sources.mnist import Mnist
 from fedplat.simulation.data.sources.npz import Npy, Npz
 from fedplat.simulation.data.sources.packed import Packed
-from fedplat.simulation.data.sources.paths import SourcePaths, data_folder
 from fedplat.simulation.data.sources.shakespeare import Shakespeare
 from fedplat.simulation.data.sources.tables import Csv, Parquet
 

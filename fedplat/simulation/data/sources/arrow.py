@@ -11,7 +11,7 @@ import numpy as np
 
 from fedplat.errors import DataError
 from fedplat.simulation.data.federation import Array
-from fedplat.simulation.data.sources.conversion import FILL_IN, Row, Split, as_inputs
+from fedplat.simulation.data.sources.common import FILL_IN, Row, Split, as_inputs
 
 Names = str | list[str]
 """One column, or several; a name may have the wildcards *, ? and [...]."""

@@ -7,7 +7,7 @@ import numpy as np
 
 from fedplat.errors import MissingExtraError
 from fedplat.simulation.data.federation import Dataset
-from fedplat.simulation.data.sources.paths import Fraction, SourcePaths, hold_out
+from fedplat.simulation.data.sources.common import Fraction, SourcePaths, hold_out
 
 
 class Digits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="source", tag="digits"):

@@ -10,7 +10,7 @@ from fedplat.config import user_code
 from fedplat.errors import DataError
 from fedplat.randomness import use_seeds
 from fedplat.simulation.data.federation import Dataset, Federation, check_finite
-from fedplat.simulation.data.sources.paths import SourcePaths
+from fedplat.simulation.data.sources.common import SourcePaths
 
 
 class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="source", tag="function"):

@@ -16,18 +16,20 @@ from fedplat.extras import install_command
 from fedplat.simulation.data.federation import Dataset
 from fedplat.simulation.data.sources import arrow
 from fedplat.simulation.data.sources.arrow import ColumnNames, Names
-from fedplat.simulation.data.sources.conversion import (
+from fedplat.simulation.data.sources.common import (
     FILL_IN,
+    Fraction,
     InputType,
     Scale,
+    SourcePaths,
     Split,
     as_column,
     as_inputs,
     make_dataset,
+    number_owners,
     rows_of,
 )
 from fedplat.simulation.data.sources.images import Background, Channels, Size, decode
-from fedplat.simulation.data.sources.paths import Fraction, SourcePaths, number_owners
 
 
 class HuggingFace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="source", tag="huggingface"):

@@ -12,8 +12,17 @@ import numpy as np
 from fedplat.errors import DataError, MissingExtraError
 from fedplat.extras import install_command
 from fedplat.simulation.data.federation import Array, Dataset
-from fedplat.simulation.data.sources.conversion import Row, Scale, Split, as_inputs, make_dataset
-from fedplat.simulation.data.sources.paths import Fraction, SourcePaths, is_hidden, number_owners
+from fedplat.simulation.data.sources.common import (
+    Fraction,
+    Row,
+    Scale,
+    SourcePaths,
+    Split,
+    as_inputs,
+    is_hidden,
+    make_dataset,
+    number_owners,
+)
 
 SUFFIXES = frozenset(
     {".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}

@@ -11,9 +11,17 @@ import numpy as np
 from fedplat.config.decoding import prepare_type
 from fedplat.errors import DataError
 from fedplat.simulation.data.federation import Array, Dataset
-from fedplat.simulation.data.sources import text
-from fedplat.simulation.data.sources.conversion import Row, Split, as_whole, make_dataset, rows_of
-from fedplat.simulation.data.sources.paths import Fraction, SourcePaths, is_hidden
+from fedplat.simulation.data.sources import common
+from fedplat.simulation.data.sources.common import (
+    Fraction,
+    Row,
+    SourcePaths,
+    Split,
+    as_whole,
+    is_hidden,
+    make_dataset,
+    rows_of,
+)
 
 
 class _User(msgspec.Struct):
@@ -30,7 +38,7 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="s
     """The files `path`/train/*.json and `path`/test/*.json; every user of the training files is an owner.
 
     Numbers become float32 inputs of the given `shape` ([]: unchanged) and int64 targets; texts become rows of character
-    codes (`text.CHARACTERS`). Without a folder "test", `test_fraction` of the examples are held out.
+    codes (`common.CHARACTERS`). Without a folder "test", `test_fraction` of the examples are held out.
     """
 
     path: str
@@ -92,7 +100,7 @@ def _users(folder: Path) -> dict[str, tuple[Array, Array, Row]]:
 def _array(values: list[Any], dtype: type[np.generic], where: str) -> Array:
     try:
         if isinstance(values[0], str):
-            return text.code_rows(values)
+            return common.character_rows(values)
         array = np.asarray(values)
         is_whole = np.issubdtype(array.dtype, np.integer) and dtype is np.int64
         return array.astype(dtype if is_whole or dtype is np.float32 else np.float32)

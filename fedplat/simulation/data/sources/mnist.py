@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from fedplat.simulation.data.federation import Array, Dataset
-from fedplat.simulation.data.sources.paths import SourcePaths, find_data_file, read_arrays
+from fedplat.simulation.data.sources.common import SourcePaths, find_data_file, read_arrays
 
 _HOW_TO_GET = "It has the uint8 arrays x_train, y_train, x_test and y_test, as Keras publishes them."
 _MEAN, _DEVIATION = 0.1307, 0.3081  # of the training images' pixels in [0, 1]

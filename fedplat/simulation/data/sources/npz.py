@@ -7,8 +7,18 @@ from pathlib import Path
 import msgspec
 
 from fedplat.simulation.data.federation import Array, Dataset
-from fedplat.simulation.data.sources.conversion import Scale, Split, as_inputs, make_dataset, rows_of
-from fedplat.simulation.data.sources.paths import Fraction, SourcePaths, number_owners, read_array, read_arrays
+from fedplat.simulation.data.sources.common import (
+    Fraction,
+    Scale,
+    SourcePaths,
+    Split,
+    as_inputs,
+    make_dataset,
+    number_owners,
+    read_array,
+    read_arrays,
+    rows_of,
+)
 
 
 class Npz(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="source", tag="npz"):

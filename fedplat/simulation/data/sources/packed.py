@@ -12,8 +12,16 @@ import numpy as np
 from fedplat.errors import DataError
 from fedplat.packed import ColumnType, PackedReader
 from fedplat.simulation.data.federation import Array, Dataset
-from fedplat.simulation.data.sources.conversion import Scale, Split, as_inputs, make_dataset, rows_of_files
-from fedplat.simulation.data.sources.paths import Fraction, SourcePaths, read_array
+from fedplat.simulation.data.sources.common import (
+    Fraction,
+    Scale,
+    SourcePaths,
+    Split,
+    as_inputs,
+    make_dataset,
+    read_array,
+    rows_of_files,
+)
 
 FOLDER = "folder"
 """The column with the name of the folder that has the example."""

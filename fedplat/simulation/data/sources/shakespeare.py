@@ -14,15 +14,15 @@ import numpy as np
 
 from fedplat.errors import DataError
 from fedplat.simulation.data.federation import Array, Dataset, Part
-from fedplat.simulation.data.sources import text
-from fedplat.simulation.data.sources.paths import Fraction, SourcePaths, find_data_file
+from fedplat.simulation.data.sources import common
+from fedplat.simulation.data.sources.common import Fraction, SourcePaths, find_data_file
 
 _HOW_TO_GET = "It has the text of the plays: a line with the speaker's name and a colon, the speech, an empty line."
 _SPEECH = re.compile(r"^([^\n:]{1,60}):\n(.+?)(?=\n\n|\n*\Z)", re.MULTILINE | re.DOTALL)
 
 
 class Shakespeare(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="source", tag="shakespeare"):
-    """Inputs are uint8 codes [n, length] (see `text.CHARACTERS`), targets the next character's code as int64 [n].
+    """Inputs are uint8 codes [n, length] (see `common.CHARACTERS`), targets the next character's code as int64 [n].
 
     A new example begins every `stride` characters. Speakers with fewer than `min_examples` of them are left out.
     """
@@ -57,7 +57,7 @@ class Shakespeare(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
         return Dataset(*_concatenate(train), *_concatenate(test), _owners(sizes), tuple(names))
 
     def _examples(self, lines: str) -> tuple[Array, Array]:
-        characters = text.codes(lines)
+        characters = common.character_codes(lines)
         if len(characters) <= self.length:
             return characters[:0].reshape(0, self.length), characters[:0].astype(np.int64)
         windows = np.lib.stride_tricks.sliding_window_view(characters, self.length + 1)[:: self.stride]

@@ -17,19 +17,22 @@ from fedplat.extras import install_command
 from fedplat.simulation.data.federation import Array, Dataset
 from fedplat.simulation.data.sources import arrow
 from fedplat.simulation.data.sources.arrow import ColumnNames, Names
-from fedplat.simulation.data.sources.conversion import (
+from fedplat.simulation.data.sources.common import (
     FILL_IN,
+    Fraction,
     InputType,
     Row,
     Scale,
+    SourcePaths,
     Split,
     as_column,
     as_inputs,
+    is_hidden,
     make_dataset,
+    name_files,
     rows_of,
     rows_of_files,
 )
-from fedplat.simulation.data.sources.paths import Fraction, SourcePaths, is_hidden, name_files
 
 FILE = "file"
 """The column with the name of the file that has the example, unless the table has such a column: see `name_files`."""

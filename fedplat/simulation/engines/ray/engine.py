@@ -20,8 +20,7 @@ from fedplat.model import Parameters, Schema
 from fedplat.simulation.engines import worker_pool
 from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
 from fedplat.simulation.engines.ray.cluster import Cluster
-from fedplat.simulation.engines.ray.data import DataShards
-from fedplat.simulation.engines.ray.worker import Answer, Piece, RayWorker, make_piece, make_trainer
+from fedplat.simulation.engines.ray.worker import Answer, DataShards, Piece, RayWorker, make_piece, make_trainer
 from fedplat.simulation.engines.tasks import (
     NO_UPDATE,
     ClientStates,

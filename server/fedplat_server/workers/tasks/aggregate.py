@@ -35,7 +35,7 @@ from fedplat.config.decoding import prepare_type
 from fedplat.config.loaded_plugins import decode_with_plugins
 from fedplat.errors import FedplatError
 from fedplat.model import ModelFile, Values, Vector
-from fedplat.model.shards import ShardReduce, Terms, shards, single_shard
+from fedplat.model.blocks import ShardReduce, Terms, shards, single_shard
 from fedplat.pytorch.distributed import Ranks, VectorLayout, Vectors, make_vectors
 from fedplat.pytorch.distributed.device import DeviceSum, device_sum
 from fedplat_server.workers.attempt_inputs import AddUpdate, AttemptAggregate, AttemptInputs, CloseAttempt

@@ -1,9 +1,12 @@
-"""The funnel of an attempt: how many clients came to each step of a round, and where most of them were lost."""
+"""What a server reports, in words for commands and pages: the funnel of an attempt, and what it waits for."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+
+from google.protobuf.descriptor import EnumDescriptor
 
 from fedplat.texts import format_count
 from fedplat.wire.v1 import admin_pb2
@@ -37,7 +40,7 @@ class FunnelStep:
     loss: str = ""
 
 
-def steps(attempt: admin_pb2.Round) -> Sequence[FunnelStep]:
+def funnel_steps(attempt: admin_pb2.Round) -> Sequence[FunnelStep]:
     """Return the steps of an attempt, from the clients that checked in to the merged updates."""
     is_committed = attempt.phase == admin_pb2.ATTEMPT_PHASE_COMMITTED
     named = (
@@ -81,7 +84,7 @@ def largest_loss(attempt: admin_pb2.Round) -> str:
         rest = f" of the {attempt.checked_in:,} that had checked in" if attempt.checked_in else ""
         return f"{attempt.target:,} clients were wanted, but only {attempt.eligible:,}{rest} were eligible"
     worst, before, skips = ("", 0, 0), 0, False
-    for step in steps(attempt)[FIRST_OF_COHORT:]:
+    for step in funnel_steps(attempt)[FIRST_OF_COHORT:]:
         if step.count is None:
             skips = True  # it is not known at which of the steps the clients were lost
             continue
@@ -121,3 +124,89 @@ def _open(attempt: admin_pb2.Round) -> str:
     if attempt.busy:
         text += f", {attempt.busy:,} of {format_count(attempt.assigned, 'client')} are at work"
     return text + (f", {lost:,} were lost" if lost else "")
+
+
+def describe_wait(attempt: admin_pb2.Round, moment: Callable[[float], str]) -> str:
+    """Return for whom an open attempt waits and until when, such as `waits for c-1 (silent) until 20:11:43`.
+
+    `moment` formats a time. Empty if the attempt waits for no client.
+    """
+    if not attempt.HasField("waiting"):
+        return ""
+    return describe_waiting(attempt.waiting, attempt.busy, moment)
+
+
+def describe_waiting(waits: admin_pb2.AttemptWait, num_busy: int, moment: Callable[[float], str]) -> str:
+    """Return the same for `num_busy` clients at work; if the number is not known, 0."""
+    silent, named = set(waits.silent_client_ids), list(waits.client_ids)
+    if not named:
+        whom = "waits for clients to check in"
+    elif num_busy > len(named):
+        whom = f"waits for {format_count(num_busy, 'client')}"
+        whom += f", of which {', '.join(sorted(silent))} {'is' if len(silent) == 1 else 'are'} silent" if silent else ""
+    else:
+        whom = "waits for " + ", ".join(f"{name} (silent)" if name in silent else name for name in named)
+    return f"{whom} until {moment(waits.until_unix_s)}" if waits.until_unix_s else whom
+
+
+def describe_exchange(exchange: admin_pb2.Exchange) -> str:
+    """Describe the exchanges of a decentralised job: the topology, the silos, the edges, and how far apart they are."""
+    kind = "ring all-reduce" if exchange.kind == "ring" else f"{exchange.kind}, topology {exchange.topology}"
+    text = f"{kind}, {format_count(exchange.num_silos, 'silo')}"
+    if exchange.num_edges:
+        text += f", {exchange.num_confirmed:,} of {format_count(exchange.num_edges, 'edge')} confirmed last"
+    if exchange.HasField("relative_distance"):
+        text += f"; distance from the mean {exchange.relative_distance:.3g}"
+        if exchange.kind != "ring":  # a ring needs none: it computes the mean whatever the distance is
+            text += f" (tolerance {exchange.tolerance:g})"
+    if exchange.excluded:
+        text += f"; rings leave out {', '.join(exchange.excluded)}"
+    return text
+
+
+def count_settling(number: int, num_rounds: int) -> int:
+    """Return how many of the rounds so far had no training: those of a decentralised job after its last training.
+
+    `num_rounds` is that of the job; 0 if a Flower app decides.
+    """
+    return max(0, number - num_rounds) if num_rounds else 0
+
+
+def join_names(names: Sequence[str], total: int) -> str:
+    """Join the first names of `total` ones."""
+    more = total - len(names)
+    return ", ".join(names) + (f" and {more} more" if more else "")
+
+
+def enum_name(enum: EnumDescriptor, number: int) -> str:
+    """Return the name of an enum value without the enum's own name: `RUNNING` for `JOB_STATUS_RUNNING`."""
+    value = enum.values_by_number.get(number)
+    if value is None:  # from a newer server
+        return str(number)
+    prefix = re.sub(r"(?<!^)(?=[A-Z])", "_", enum.name).upper()
+    return str(value.name).removeprefix(f"{prefix}_")
+
+
+def job_status(status: int) -> str:
+    """Return the name of a job status: `RUNNING`."""
+    return enum_name(admin_pb2.JobStatus.DESCRIPTOR, status)
+
+
+def attempt_phase(phase: int) -> str:
+    """Return the name of an attempt phase: `COLLECTING`."""
+    return enum_name(admin_pb2.AttemptPhase.DESCRIPTOR, phase)
+
+
+def attempt_kind(kind: int, job: admin_pb2.Job | None = None) -> str:
+    """Return the name of an attempt kind in lower case: `train`, `warm start`.
+
+    What the job of a Flower app, which has no number of rounds, does before round 1 is the start of its app.
+    """
+    if kind == admin_pb2.ATTEMPT_KIND_WARM_START and job is not None and not job.num_rounds:
+        return "app start"
+    return enum_name(admin_pb2.AttemptKind.DESCRIPTOR, kind).lower().replace("_", " ")
+
+
+def severity(value: int) -> str:
+    """Return the severity of an alert in lower case: `critical`."""
+    return enum_name(admin_pb2.AlertSeverity.DESCRIPTOR, value).lower()
