@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat_server import logs
+from fedplat_server.storage.object_store import StoreHealth
 from fedplat_server.storage.spool import Spool
 from fedplat_server.storage.spool_backend import THREADS, ObjectBackend, open_backend
-from fedplat_server.storage.store_health import StoreHealth
 from support.seaweedfs import s3_server
 
 SIZES: Sequence[tuple[str, int, int]] = (("4 KiB", 2**12, 2000), ("1 MiB", 2**20, 300), ("32 MiB", 2**25, 16))

@@ -32,10 +32,8 @@ from fedplat.rounds import Change, Context, Coordinator, JobState, ModelVersion
 from fedplat.rounds.commands import Command
 from fedplat.rounds.events import AttemptAggregated, ClientCheckedIn, Event, JobAction, OperatorCommand, UpdateReported
 from fedplat_server.instruments import Instruments
-from fedplat_server.metrics.collector import DaemonCollector, LeaderState
-from fedplat_server.metrics.job_series import JobSeriesTable
-from fedplat_server.metrics.observer import ObservedActor
-from fedplat_server.metrics.privacy_costs import PrivacyLosses
+from fedplat_server.metrics.collector import DaemonCollector, LeaderState, PrivacyLosses
+from fedplat_server.metrics.job_series import JobSeriesTable, ObservedActor
 from models import alike, parameters
 from processes import free_port
 from round_overhead import WARM_UP, Setting, measure

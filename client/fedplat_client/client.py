@@ -23,12 +23,11 @@ from fedplat_client._auth.enrollment import ClientDescription, ClientSession, En
 from fedplat_client._auth.mtls import CertificateAccess
 from fedplat_client._protocols import registry
 from fedplat_client._state import data_dir as data_directory
-from fedplat_client._state.client_state import ClientStateStore
-from fedplat_client._state.keys import SigningKey
+from fedplat_client._state.data_dir import SigningKey
 from fedplat_client._state.model_cache import ModelCache
 from fedplat_client._state.privacy_ledger import PrivacyLedger
-from fedplat_client._state.residuals import Residuals
 from fedplat_client._state.served_attempts import ServedAttempts
+from fedplat_client._state.two_phase import ClientStateStore, Residuals
 from fedplat_client._work import assignment, process_group
 from fedplat_client._work.failures import CheckInResult
 from fedplat_client._work.model_download import Downloader
@@ -327,7 +326,7 @@ class Client:
         if not identity.tls and not listen:
             yield PeerPort()  # it can still exchange models through the server
             return
-        from fedplat_client._auth.peer_access import PeerAccess
+        from fedplat_client._auth.mtls import PeerAccess
         from fedplat_client._work.peers.listener import PeerListener
 
         access = PeerAccess(

@@ -23,7 +23,7 @@ from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat.secure_aggregation.encoding import add_file, decode
 from fedplat.secure_aggregation.messages import UnmaskAnswer
 from fedplat.secure_aggregation.setup import Setup
-from fedplat_server.storage import spool_names
+from fedplat_server.storage import spool_file
 
 POLL_S = 0.02
 TABLE = "demo_messages"
@@ -76,7 +76,7 @@ class Recording:
 
     def updates(self, keys: Mapping[AssignmentId, object]) -> dict[AssignmentId, Path]:
         """Return the recorded updates of these assignments."""
-        names = {spool_names.name_update(key): key for key in keys}
+        names = {spool_file.name_update(key): key for key in keys}
         files = {file.name.partition("-")[0]: file for file in self.folder.iterdir()}
         return {names[name]: file for name, file in files.items() if name in names}
 

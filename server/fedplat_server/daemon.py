@@ -31,7 +31,7 @@ from fedplat_server.errors import (
 )
 from fedplat_server.leader.leader import Leader
 from fedplat_server.leader.parts import Mandate, make_parts
-from fedplat_server.leadership.election import Election, open_election
+from fedplat_server.leadership import Election, open_election
 from fedplat_server.messages.memory import UploadMemory
 from fedplat_server.metrics.service import MetricsService
 from fedplat_server.records import audit

@@ -15,8 +15,14 @@ from fedplat_client import Client, DataDirectoryError, EnrollmentError, Task, Tr
 from fedplat_client._auth import mtls
 from fedplat_client._auth.authenticator import SignedAccess
 from fedplat_client._auth.mtls import CertificateAccess
-from fedplat_client._state.data_dir import DataDirectory, Identity
-from fedplat_client._state.keys import SigningKey, make_signing_request, new_signing_key, new_tls_key
+from fedplat_client._state.data_dir import (
+    DataDirectory,
+    Identity,
+    SigningKey,
+    make_signing_request,
+    new_signing_key,
+    new_tls_key,
+)
 from fedplat_client.cancellation import StopSignal
 from fedplat_client.errors import ServerUnavailableError, UnreachableError
 from fedplat_client.transport import connect

@@ -14,8 +14,7 @@ from fedplat.codecs.container import Format, options_to_text
 from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import Client, Task, TrainResult
-from fedplat_client._state.residuals import Residuals
-from fedplat_client._state.two_phase import SentReport
+from fedplat_client._state.two_phase import Residuals, SentReport
 from support.fake_fleet import FakeFleet
 
 MakeClient = Callable[..., Client]

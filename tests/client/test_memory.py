@@ -15,8 +15,7 @@ from fedplat.codecs.container import options_to_text
 from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import Client, EvaluateResult, Task, TrainResult
-from fedplat_client._state.client_state import ClientStateStore
-from fedplat_client._state.two_phase import SentReport
+from fedplat_client._state.two_phase import ClientStateStore, SentReport
 from support.fake_fleet import FakeFleet
 
 MakeClient = Callable[..., Client]

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from fedplat.wire import auth
-from fedplat_client._auth.request_signing import Signer, sign_challenge
-from fedplat_client._state.keys import SigningKey, new_signing_key
+from fedplat_client._auth.authenticator import Signer, sign_challenge
+from fedplat_client._state.data_dir import SigningKey, new_signing_key
 
 METHOD, REQUEST = "/fleet/CheckIn", b"request"
 

@@ -20,10 +20,9 @@ from fedplat.client_state import ClientState
 from fedplat.model import Parameters
 from fedplat.wire.v1 import model_pb2
 from fedplat_client import Client, Task, TrainResult, TransferError
-from fedplat_client._state import lru
-from fedplat_client._state.client_state import ClientStateStore
+from fedplat_client._state import model_cache
 from fedplat_client._state.model_cache import ModelCache
-from fedplat_client._state.two_phase import SentReport
+from fedplat_client._state.two_phase import ClientStateStore, SentReport
 from fedplat_client._work import transfer
 from fedplat_client.cancellation import StopSignal
 from fedplat_client.task import Control
@@ -359,7 +358,7 @@ class TestModelCache:
         def free_bytes(folder: Path) -> int:
             return 250 - sum(path.stat().st_size for path in folder.iterdir())
 
-        monkeypatch.setattr(lru, "free_bytes", free_bytes)
+        monkeypatch.setattr(model_cache, "free_bytes", free_bytes)
         cache = ModelCache(tmp_path / "models", limit_bytes=2**30)
         first, second, third = (self.fill(cache, bytes([number]) * 100) for number in range(3))
         assert [cache.find(digest) is not None for digest in (first, second, third)] == [False, True, True]

@@ -23,7 +23,7 @@ from fedplat.wire.auth import Ticket
 from fedplat_client import Client, ClientOptions, Task, TrainResult
 from fedplat_client.cancellation import StopSignal
 from fedplat_client.errors import EnrollmentError
-from fedplat_server.auth import ca
+from fedplat_server.auth import pki_folder
 from fedplat_server.auth.tls import utc_now
 from support import deployment, processes
 from support.clients import add_one, at_work
@@ -188,7 +188,7 @@ def test_a_server_other_than_the_tickets_gets_nothing(
     server: processes.Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its certificate is not from the authority that the ticket names."""
-    stranger = ca.certificate_pem(ca.Authority.new(utc_now()).certificate).decode()
+    stranger = pki_folder.certificate_pem(pki_folder.Authority.new(utc_now()).certificate).decode()
     ticket = msgspec.structs.replace(Ticket.from_text(server.ticket("tickets")), ca=stranger)
     with caplog.at_level("WARNING"):
         client_of(ticket.to_text(), tmp_path / "stranger", wait=once).run()

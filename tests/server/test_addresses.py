@@ -13,9 +13,8 @@ from grpc import aio
 
 from fedplat.wire import auth
 from fedplat.wire.v1 import admin_pb2
-from fedplat_server.auth import addresses, forwarding
-from fedplat_server.auth.addresses import Origin, Origins, origin, parse_network
-from fedplat_server.auth.forwarding import ForwardedCall
+from fedplat_server.auth import addresses
+from fedplat_server.auth.addresses import ForwardedCall, Origin, Origins, origin, parse_network
 from fedplat_server.auth.rate_limits import Quotas
 from fedplat_server.config import Limits
 from fedplat_server.errors import ConfigError, RefusedError
@@ -85,10 +84,10 @@ def test_what_trusted_proxies_say_is_believed_and_nothing_else(peer: str, forwar
 class Context:
     """A call that came with this metadata."""
 
-    def __init__(self, metadata: forwarding.Metadata) -> None:
+    def __init__(self, metadata: addresses.Metadata) -> None:
         self._metadata = metadata
 
-    def invocation_metadata(self) -> forwarding.Metadata:
+    def invocation_metadata(self) -> addresses.Metadata:
         return self._metadata
 
     def peer(self) -> str:
@@ -98,7 +97,7 @@ class Context:
 def test_a_call_by_a_proxy_and_a_gateway_comes_from_its_caller() -> None:
     """The gateway passes on the proxy's header and the proxy's own address."""
     given = [("x-forwarded-for", "1.1.1.1, 192.0.2.7")]
-    passed_on = forwarding.add_to_metadata(given, "secret", ForwardedCall("d-1", "", "ipv4:10.0.0.1:4"))
+    passed_on = addresses.add_forwarding(given, "secret", ForwardedCall("d-1", "", "ipv4:10.0.0.1:4"))
     assert Origins(["10.0.0.0/8"], "secret").of(cast(Any, Context(passed_on))).address == "ipv4:192.0.2.7"
     assert Origins([], "secret").of(cast(Any, Context(passed_on))).address == "ipv4:10.0.0.1"
 

@@ -11,7 +11,7 @@ import pytest
 
 from fedplat.rounds.states import JobStatus
 from fedplat.wire.v1 import admin_pb2
-from fedplat_server.coordination import alert_recorder, alerts
+from fedplat_server.coordination import alert_monitor, alerts
 from fedplat_server.coordination.alerts import (
     Alert,
     AlertBook,
@@ -338,7 +338,7 @@ async def test_silos_that_lack_the_option_to_exchange_models(site: Site, monkeyp
 
 async def test_changes_of_alerts_are_events_over_a_restart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alerts, "AWAY_S", 0.0)
-    monkeypatch.setattr(alert_recorder, "INTERVAL_S", 0.02)
+    monkeypatch.setattr(alert_monitor, "ALERT_INTERVAL_S", 0.02)
 
     async def changes(site: Site) -> list[tuple[str, str, str]]:
         found = await site.store.inner.events.list_events(types=["alert.raised", "alert.ended"])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedplat_server.errors import BlobError
-from fedplat_server.storage.blob_cache import GRACE_S, BlobCache
+from fedplat_server.storage.blob_objects import GRACE_S, BlobCache
 
 CONTENTS = [bytes([number]) * 100 for number in range(4)]
 DIGESTS = [hashlib.sha256(content).hexdigest() for content in CONTENTS]

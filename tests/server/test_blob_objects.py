@@ -11,8 +11,8 @@ import pytest
 
 from fedplat_server.errors import BlobError, BlobMissingError, BlobUnavailableError, ConfigError
 from fedplat_server.instruments import Instruments
-from fedplat_server.storage import blob_cache, blob_objects, set_aside
-from fedplat_server.storage.blob_backend import StoredDigests
+from fedplat_server.storage import blob_objects, files
+from fedplat_server.storage.blob_folder import StoredDigests
 from fedplat_server.storage.blob_stores import BlobPlace, reconcile
 from fedplat_server.storage.blobs import Blob, BlobStore
 from fedplat_server.storage.object_store import ObjectStore
@@ -117,25 +117,25 @@ def test_damaged_bytes_are_never_read(blobs: BlobStore, place: BlobPlace, object
 
 async def test_the_copies_used_last_are_kept(place: BlobPlace, objects: ObjectStore, tmp_path: Path) -> None:
     now = [0.0]
-    cache = blob_cache.BlobCache(tmp_path / "copies", 2500, lambda: now[0])
+    cache = blob_objects.BlobCache(tmp_path / "copies", 2500, lambda: now[0])
     blobs = BlobStore(cache.folder, None, blob_objects.BlobObjects(objects, cache, Instruments()))
     first, second = (put(blobs, os.urandom(1000)) for _ in range(2))
-    now[0] += 2 * blob_cache.GRACE_S
+    now[0] += 2 * blob_objects.GRACE_S
     blobs.fetch(first)
-    now[0] += 2 * blob_cache.GRACE_S
+    now[0] += 2 * blob_objects.GRACE_S
     put(blobs, os.urandom(1000))
     assert (blobs.path(first).exists(), blobs.path(second).exists()) == (True, False)
-    now[0] += 2 * blob_cache.GRACE_S
+    now[0] += 2 * blob_objects.GRACE_S
     async with blobs.local(first) as (path,):
-        now[0] += 2 * blob_cache.GRACE_S
+        now[0] += 2 * blob_objects.GRACE_S
         for _ in range(3):
             put(blobs, os.urandom(1000))
-            now[0] += 2 * blob_cache.GRACE_S
+            now[0] += 2 * blob_objects.GRACE_S
         assert path.exists(), "it is in use"
         file = path.open("rb")
     for _ in range(2):
         put(blobs, os.urandom(1000))
-        now[0] += 2 * blob_cache.GRACE_S
+        now[0] += 2 * blob_objects.GRACE_S
     assert not path.exists()
     with file:
         assert len(file.read()) == 1000, "an open copy stays readable"
@@ -203,7 +203,7 @@ def test_unknown_blobs_are_set_aside_and_taken_back(
     assert objects.read(NAME, 100) == DATA
     blobs.expire()
     assert aside in names(objects)  # it is young
-    monkeypatch.setattr(set_aside, "KEEP_S", 0.0)
+    monkeypatch.setattr(files, "SET_ASIDE_KEEP_S", 0.0)
     blobs.expire()
     assert aside not in names(objects)
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from fedplat_server.errors import BlobError, BlobFullError, ServerError
-from fedplat_server.storage.blob_backend import StoredDigests
+from fedplat_server.storage.blob_folder import StoredDigests
 from fedplat_server.storage.blobs import Blob, BlobStore
 
 DATA = b"model" * 1000

@@ -16,9 +16,9 @@ import pytest
 
 from fedplat.admin import profile
 from fedplat.wire.auth import Ticket
+from fedplat_server.auth.enrollment import hash_secret
 from fedplat_server.auth.pki_folder import PkiFolder
 from fedplat_server.auth.tls import load, utc_now
-from fedplat_server.auth.tokens import hash_secret
 from fedplat_server.cli import dev, main
 from fedplat_server.cli.options import database_url, with_store
 from fedplat_server.config import ServerConfig

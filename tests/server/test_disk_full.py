@@ -18,7 +18,7 @@ from grpc import aio
 from fedplat import durable, wire
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
-from fedplat_server.instruments.full_writes import note_full
+from fedplat_server.instruments import note_full
 from support import daemons
 from support.daemons import RawClient, Site, digest_of, initial_model, update_of
 from support.jobs import job_file

@@ -9,10 +9,9 @@ from typing import Any, cast
 
 from fedplat.rounds import AssignmentId, AttemptKey, Coordinator
 from fedplat.rounds.events import ClientCheckedIn
-from fedplat_server.coordination import fleet_counts
-from fedplat_server.coordination.availability import AvailabilityTracker
+from fedplat_server.coordination import availability
+from fedplat_server.coordination.availability import AvailabilityTracker, FleetCounter, FleetCounts
 from fedplat_server.coordination.downloads import BATCH, Downloads
-from fedplat_server.coordination.fleet_counts import FleetCounter, FleetCounts
 from fedplat_server.database.fleet import AvailabilityHour, ClientTraits
 from fedplat_server.errors import StoreUnavailableError
 
@@ -145,4 +144,4 @@ async def test_the_fleet_is_counted_at_most_once_a_minute() -> None:
 def test_a_label_with_a_value_of_each_client_needs_little_memory() -> None:
     counts = FleetCounts()
     counts.add([traits(n) for n in range(5000)])
-    assert len(counts.labels) == fleet_counts.MAX_DISTINCT
+    assert len(counts.labels) == availability.MAX_DISTINCT

@@ -10,10 +10,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fedplat.wire import auth
-from fedplat_server.auth import challenges, replay_window
-from fedplat_server.auth.challenges import MAX_USED, RANDOM_BYTES, VALID_S, Challenges
-from fedplat_server.auth.replay_window import SIZE, ReplayWindow
-from fedplat_server.auth.sessions import MAX_OF_CLIENT, Sessions
+from fedplat_server.auth import authentication
+from fedplat_server.auth.authentication import (
+    CHALLENGE_VALID_S,
+    MAX_OF_CLIENT,
+    MAX_USED_CHALLENGES,
+    RANDOM_BYTES,
+    SIZE,
+    Challenges,
+    ReplayWindow,
+    Sessions,
+)
 
 pytestmark = pytest.mark.fault("F21")
 NEAR = st.integers(1, 40)
@@ -64,7 +71,7 @@ def test_a_refused_number_changes_nothing() -> None:
     now = ReplayWindow().accept(7)
     assert now is not None
     assert now.accept(7) is None
-    assert now == ReplayWindow(7, replay_window.ReplayWindow().accept(7).seen)  # pyright: ignore[reportOptionalMemberAccess]
+    assert now == ReplayWindow(7, authentication.ReplayWindow().accept(7).seen)  # pyright: ignore[reportOptionalMemberAccess]
     assert dataclasses.replace(now).accept(6) is not None
 
 
@@ -106,15 +113,15 @@ def random(number: int) -> bytes:
     return number.to_bytes(RANDOM_BYTES, "big")
 
 
-@given(MOMENTS, st.floats(0.0, 3 * VALID_S))
+@given(MOMENTS, st.floats(0.0, 3 * CHALLENGE_VALID_S))
 @example(0.0, 0.0)
-@example(5.0, VALID_S + 0.01)
+@example(5.0, CHALLENGE_VALID_S + 0.01)
 def test_a_nonce_is_good_once_and_for_a_while(made: float, later: float) -> None:
     mine = Challenges(KEY)
     nonce = mine.new(made, random(1))
-    is_good = int((made + later) * 1000) - int(made * 1000) <= VALID_S * 1000
+    is_good = int((made + later) * 1000) - int(made * 1000) <= CHALLENGE_VALID_S * 1000
     assert mine.redeem(nonce, made + later) == is_good
-    for again in (0.0, later, VALID_S, 10 * VALID_S):
+    for again in (0.0, later, CHALLENGE_VALID_S, 10 * CHALLENGE_VALID_S):
         assert not mine.redeem(nonce, made + later + again)
 
 
@@ -142,13 +149,13 @@ def test_nonces_in_any_order_at_any_time_are_good_once_each(steps: list[tuple[in
             assert number not in taken
             taken.add(number)
         else:
-            assert number in taken or now > 10.0 * number + VALID_S
+            assert number in taken or now > 10.0 * number + CHALLENGE_VALID_S
 
 
 def test_used_nonces_take_bounded_memory_and_are_never_good_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """When too many are used at once, the oldest are refused rather than accepted twice."""
-    assert MAX_USED >= 10_000
-    monkeypatch.setattr(challenges, "MAX_USED", 50)
+    assert MAX_USED_CHALLENGES >= 10_000
+    monkeypatch.setattr(authentication, "MAX_USED_CHALLENGES", 50)
     mine = Challenges(KEY)
     nonces = [mine.new(number / 1000, random(number)) for number in range(200)]
     assert all(mine.redeem(nonce, 1.0) for nonce in nonces)

@@ -15,8 +15,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fedplat import wire
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, fleet_pb2
-from fedplat_server.auth import forwarding
-from fedplat_server.auth.forwarding import ForwardedCall
+from fedplat_server.auth import addresses
+from fedplat_server.auth.addresses import ForwardedCall
 from fedplat_server.config import LeaseTimes
 from fedplat_server.errors import ConfigError
 from support import daemons
@@ -227,7 +227,7 @@ async def test_callers_get_unavailable_while_the_leader_is_out_of_reach(
 
 @pytest.mark.fault("F21")
 async def test_what_callers_put_under_the_names_of_gateways_is_worth_nothing(leader: Site, gateway: Site) -> None:
-    forged = forwarding.add_to_metadata(ADMIN_METADATA, "a guess", ForwardedCall("d-forged", "c-forged"))
+    forged = addresses.add_forwarding(ADMIN_METADATA, "a guess", ForwardedCall("d-forged", "c-forged"))
     stub = admin_pb2_grpc.OperatorsStub(leader.channel)
     answer = await stub.GetStatus(admin_pb2.GetStatusRequest(), metadata=cast(Any, tuple(forged)))
     assert answer.gateway == ""
@@ -238,14 +238,14 @@ async def test_what_callers_put_under_the_names_of_gateways_is_worth_nothing(lea
 
 def test_the_mark_of_a_gateway_is_believed_with_the_secret_only() -> None:
     given = [("authorization", "Bearer x"), ("fedplat-hop-client", "c-2"), ("user-agent", "test"), ("grpc-a", "b")]
-    marked = forwarding.add_to_metadata(given, "secret", ForwardedCall("d-1", "c-1"))
-    assert forwarding.read(marked, "secret") == ForwardedCall("d-1", "c-1")
-    assert forwarding.read(marked, "another") is None
-    assert forwarding.read(given, "secret") is None
+    marked = addresses.add_forwarding(given, "secret", ForwardedCall("d-1", "c-1"))
+    assert addresses.read_forwarding(marked, "secret") == ForwardedCall("d-1", "c-1")
+    assert addresses.read_forwarding(marked, "another") is None
+    assert addresses.read_forwarding(given, "secret") is None
     assert [key for key, _ in marked if not key.startswith("fedplat-hop-")] == ["authorization"]
     assert [value for key, value in marked if key == "fedplat-hop-client"] == ["c-1"]
-    assert forwarding.read(
-        forwarding.add_to_metadata((), "secret", ForwardedCall("d-1", "", "ipv4:10.0.0.7:1")), "secret"
+    assert addresses.read_forwarding(
+        addresses.add_forwarding((), "secret", ForwardedCall("d-1", "", "ipv4:10.0.0.7:1")), "secret"
     ) == ForwardedCall("d-1", "", "ipv4:10.0.0.7:1")
 
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from fedplat_server.config import ServerConfig
-from fedplat_server.coordination.accountant import Accountant
+from fedplat_server.coordination.budgets import Accountant
 from fedplat_server.coordination.runner import Runner
 from fedplat_server.database.store import open_store
 from fedplat_server.leader import parts

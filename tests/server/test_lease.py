@@ -17,7 +17,7 @@ from fedplat_server.database import engine
 from fedplat_server.database.engine import async_url, create_engine
 from fedplat_server.database.sql_leases import LeaseStore, open_leases
 from fedplat_server.errors import PUBLIC_MESSAGES, Code, LeadershipLostError, RefusedError, StoreUnavailableError
-from fedplat_server.leadership.election import NO_DATABASE, LeaseElection
+from fedplat_server.leadership import NO_DATABASE, LeaseElection
 from fedplat_server.records import lease as rules
 from fedplat_server.records.lease import Candidate, HeldLease, Lease, LeaseReading
 from fedplat_server.rpc.routing.router import Router

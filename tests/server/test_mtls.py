@@ -19,7 +19,7 @@ from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, fleet_pb2
 from fedplat_client import Client, ClientOptions, Task, TrainResult
 from fedplat_client.cancellation import StopSignal
 from fedplat_client.errors import EnrollmentError, FencedError, IdentityError, RevokedError
-from fedplat_server.auth.ca import Authority
+from fedplat_server.auth.pki_folder import Authority
 from fedplat_server.auth.tls import utc_now
 from fedplat_server.config import LeaseTimes
 from fedplat_server.errors import ConfigError

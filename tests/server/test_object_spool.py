@@ -14,11 +14,10 @@ import pytest
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat.rounds.events import JobAction, OperatorCommand
 from fedplat_server.errors import BlobError, BlobFullError, BlobUnavailableError, UploadError
-from fedplat_server.storage.object_store import ObjectStore, RequestLimits
+from fedplat_server.storage.object_store import ObjectStore, RequestLimits, StoreHealth
 from fedplat_server.storage.spool import Spool
 from fedplat_server.storage.spool_backend import ObjectBackend, ObjectName
-from fedplat_server.storage.spool_names import name_attempt, path_of
-from fedplat_server.storage.store_health import StoreHealth
+from fedplat_server.storage.spool_file import name_attempt, spool_path_of
 from support.rounds.driver import Driver, collecting
 from support.seaweedfs import SeaweedFS
 from support.store_proxy import AWAY, INTERNAL, LOST_ANSWERS, NO_SPACE, QUOTA, SLOW_DOWN, Fault, StoreProxy, store_proxy
@@ -148,7 +147,7 @@ def test_the_next_leader_fetches_before_it_is_asked(open_host: Callable[..., Hos
     second = open_host(2, KEY, OTHER)
     second.backend.threads.shutdown(wait=True)
     for key in (KEY, OTHER):
-        assert path_of(second.spool.folder, key, DIGEST).read_bytes() == DATA
+        assert spool_path_of(second.spool.folder, key, DIGEST).read_bytes() == DATA
 
 
 @pytest.mark.fault("F2", "F8")
@@ -157,7 +156,7 @@ def test_what_the_disk_has_lost_or_damaged_comes_from_the_store(open_host: Calla
     first.persist(KEY)
     first.persist(OTHER)
     first.spool.folder.rename(first.spool.folder.with_name("host 2"))
-    path = path_of(first.spool.folder.with_name("host 2"), KEY, DIGEST)
+    path = spool_path_of(first.spool.folder.with_name("host 2"), KEY, DIGEST)
     path.write_bytes(DATA[:-1] + b"x")
     second = open_host(2, KEY, OTHER)
     for key in (KEY, OTHER):

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 from structlog.testing import capture_logs
 
-from fedplat_server.cli import open_files
+from fedplat_server.cli import serving
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def test_the_limit_becomes_what_this_user_may_have(limits: tuple[int, int]) -> N
     hard = limits[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
     with capture_logs():
-        assert open_files.raise_limit() == hard
+        assert serving.raise_open_file_limit() == hard
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
 
 
@@ -35,5 +35,5 @@ def test_a_low_limit_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", Mock(return_value=(256, resource.RLIM_INFINITY)))
     monkeypatch.setattr(resource, "setrlimit", refuse)
     with capture_logs() as said:
-        assert open_files.raise_limit() == 256
+        assert serving.raise_open_file_limit() == 256
     assert [(one["log_level"], one["limit"]) for one in said] == [("warning", 256)]

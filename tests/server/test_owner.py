@@ -23,21 +23,21 @@ from fedplat_server.database import schema
 from fedplat_server.database.engine import describe
 from fedplat_server.errors import BlobError, ConfigError
 from fedplat_server.instruments import Instruments
-from fedplat_server.storage import ownership, set_aside
-from fedplat_server.storage.blob_backend import StoredDigests
+from fedplat_server.storage import files, ownership
+from fedplat_server.storage.blob_folder import StoredDigests
 from fedplat_server.storage.blob_stores import BlobPlace, reconcile
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.ownership import Contents, Owner
 from fedplat_server.storage.relay_store import RelayStore
 from fedplat_server.storage.spool import Spool
-from fedplat_server.storage.spool_names import name_attempt
+from fedplat_server.storage.spool_file import name_attempt
 from fedplat_server.training.server_training import ServerTraining
 from support import daemons
 from support.commands import here
 from support.jobs import job_file
 from support.rollbacks import ZERO, play
 
-OLD_S = set_aside.KEEP_S + 60.0
+OLD_S = files.SET_ASIDE_KEEP_S + 60.0
 
 
 async def trained(folder: Path, database: Path) -> list[Path]:
@@ -153,7 +153,7 @@ def test_init_repeats_the_options(
 
 def age(folder: Path) -> None:
     """Let the time of what was set aside pass."""
-    for path in (folder / set_aside.FOLDER).iterdir():
+    for path in (folder / files.SET_ASIDE_FOLDER).iterdir():
         os.utime(path, (0.0, time.time() - OLD_S))
 
 
@@ -213,7 +213,7 @@ def test_updates_of_unknown_attempts_stay_for_days(tmp_path: Path, kind: str) ->
     for _ in range(2):
         store.keep([], {name_attempt(KNOWN)})
         assert [path.read_bytes() for path in tmp_path.rglob("update")] == [b"weeks of training"]
-        assert (tmp_path / set_aside.FOLDER / name_attempt(UNKNOWN)).is_dir()
+        assert (tmp_path / files.SET_ASIDE_FOLDER / name_attempt(UNKNOWN)).is_dir()
     age(tmp_path)
     store.expire()
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["notes.txt"]
@@ -228,10 +228,10 @@ def test_checkpoints_of_unknown_jobs_stay_for_days(tmp_path: Path) -> None:
         (folder / job).mkdir(parents=True)
     training = ServerTraining({}, tmp_path, BlobPlace(tmp_path).open(Instruments()), lambda event: None, ())
     training.keep({"j-open"}, {"j-open", "j-ended"})
-    assert names() == ["j-open", set_aside.FOLDER, f"{set_aside.FOLDER}/j-unknown"]
+    assert names() == ["j-open", files.SET_ASIDE_FOLDER, f"{files.SET_ASIDE_FOLDER}/j-unknown"]
     age(folder)
     training.expire()
-    assert names() == ["j-open", set_aside.FOLDER]
+    assert names() == ["j-open", files.SET_ASIDE_FOLDER]
 
 
 # --- paths that look like URLs ---------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from fedplat.wire.auth import peer_host
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, peer_pb2, peer_pb2_grpc
 from fedplat_client import Client, ClientOptions, IdentityError, ListenerError, Task, TrainResult
-from fedplat_client._auth.peer_access import PeerCredentials
-from fedplat_client._state import keys
+from fedplat_client._auth.mtls import PeerCredentials
+from fedplat_client._state import data_dir
 from fedplat_client._work.peers.listener import PeerListener
 from fedplat_server.auth.tls import utc_now
 from support import daemons
@@ -36,8 +36,8 @@ async def place(folder: Path) -> AsyncGenerator[Place]:
 
 
 async def credentials_of(client: RawClient, *, listener: bool) -> PeerCredentials:
-    key = keys.new_tls_key()
-    request = fleet_pb2.RenewCertificateRequest(signing_request=keys.make_signing_request(key), listener=listener)
+    key = data_dir.new_tls_key()
+    request = fleet_pb2.RenewCertificateRequest(signing_request=data_dir.make_signing_request(key), listener=listener)
     answer = await client.stub.RenewCertificate(request, metadata=client.signed("RenewCertificate", request))
     return PeerCredentials(key, answer.certificate.encode(), answer.authorities.encode())
 

@@ -21,8 +21,7 @@ from fedplat_server.errors import ConfigError, PoolBrokenError, PoolUnavailableE
 from fedplat_server.workers import client, encryption, protocol
 from fedplat_server.workers.broadcast import TaskEvent
 from fedplat_server.workers.client import WorkerPool
-from fedplat_server.workers.coroutine import Pause, ThreadCoroutine
-from fedplat_server.workers.scheduler import TurnScheduler
+from fedplat_server.workers.scheduler import Pause, ThreadCoroutine, TurnScheduler
 from fedplat_server.workers.tasks import Echo
 from support.pool import PoolProcess, pool
 

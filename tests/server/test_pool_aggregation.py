@@ -17,12 +17,11 @@ from fedplat.errors import ModelError
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat_server.aggregation import pooled
-from fedplat_server.aggregation.backend import Aggregate
-from fedplat_server.aggregation.local import LocalAggregation
+from fedplat_server.aggregation.backend import Aggregate, LocalAggregation
 from fedplat_server.aggregation.pooled import PoolAggregation, WithFallback
 from fedplat_server.errors import BlobFullError, PoolError
-from fedplat_server.workers.attempt_inputs import AttemptInputs, CloseAttempt
 from fedplat_server.workers.client import WorkerPool
+from fedplat_server.workers.task_inputs import AttemptInputs, CloseAttempt
 from support import daemons, plugins
 from support.daemons import Site
 from support.jobs import job_file

@@ -18,8 +18,7 @@ from fedplat.rounds.states import AttemptPhase
 from fedplat_server.errors import BlobError, BlobFullError, RefusedError, SpoolError, UploadError
 from fedplat_server.rpc.report_intake import ReceivedUpdate, receive_update
 from fedplat_server.storage.spool import Spool
-from fedplat_server.storage.spool_file import MemoryFile, SpoolFile
-from fedplat_server.storage.spool_names import name_attempt, path_of
+from fedplat_server.storage.spool_file import MemoryFile, SpoolFile, name_attempt, spool_path_of
 from support.rounds.buffers import FIRST, buffered
 from support.rounds.driver import Driver, collecting
 
@@ -278,7 +277,7 @@ class Followed:
         assert folders == []
         keys = [AssignmentId(self.driver.key, f"c{number}") for number in range(4)]
         names = {path.name.partition("-")[0] for path in self.spool.folder.rglob("*-*")}
-        return {key.client_id for key in keys if path_of(self.spool.folder, key, "").name[:-1] in names}
+        return {key.client_id for key in keys if spool_path_of(self.spool.folder, key, "").name[:-1] in names}
 
 
 async def test_an_update_goes_with_its_assignment_and_the_others_with_the_version(tmp_path: Path) -> None:
@@ -318,7 +317,7 @@ async def test_in_a_buffer_an_update_goes_with_the_version_that_it_is_in(tmp_pat
     followed.spool.on_stored(driver.commit().changes)
     await followed.spool.close()
     (left,) = followed.spool.folder.rglob("*-*")
-    assert left == path_of(followed.spool.folder, AssignmentId(FIRST, "c2"), DIGEST)
+    assert left == spool_path_of(followed.spool.folder, AssignmentId(FIRST, "c2"), DIGEST)
 
 
 async def test_memory_is_freed_with_its_attempt(tmp_path: Path) -> None:

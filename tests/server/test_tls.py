@@ -17,10 +17,9 @@ from fedplat.admin import AdminClient
 from fedplat.admin.profile import Profile
 from fedplat.errors import ServerUnreachableError
 from fedplat.wire import handshake
-from fedplat_server.auth import ca as pki
 from fedplat_server.auth import pki_folder, tls
-from fedplat_server.auth.ca import Authority, certificate_pem, key_pem
-from fedplat_server.auth.pki_folder import PkiFolder
+from fedplat_server.auth import pki_folder as pki
+from fedplat_server.auth.pki_folder import Authority, PkiFolder, certificate_pem, key_pem
 from fedplat_server.auth.tls import Certificates, utc_now
 from fedplat_server.config import TlsFiles
 from fedplat_server.errors import ConfigError

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat.wire.v1 import fleet_pb2, model_pb2
-from fedplat_server.cli.tracing import open_tracing
+from fedplat_server.cli.serving import open_tracing
 from fedplat_server.database.jobs import AttemptFilter
 from fedplat_server.errors import ConfigError
 from fedplat_server.tracing import attempts as attempt_traces
@@ -298,7 +298,7 @@ def test_the_trace_id_is_computed_as_the_page_shows() -> None:
 def test_without_the_option_nothing_of_opentelemetry_is_imported() -> None:
     script = (
         "import sys, fedplat_server.cli.commands, fedplat_server.daemon, fedplat_client.cli\n"
-        "from fedplat_server.cli.tracing import open_tracing\n"
+        "from fedplat_server.cli.serving import open_tracing\n"
         "assert open_tracing('') is None\n"
         "print([name for name in sys.modules if name.startswith('opentelemetry')])"
     )

@@ -13,7 +13,7 @@ from fedplat_server.errors import PoolBrokenError, PoolError, PoolMemoryError
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.training import server_training
 from fedplat_server.training.server_training import TRIES, ServerTraining
-from fedplat_server.workers.messages import EvaluateReply, EvaluateRequest, TrainerReference
+from fedplat_server.workers.task_inputs import EvaluateReply, EvaluateRequest, TrainerReference
 from support.daemons import initial_model
 from support.ranks.group import RankGroup, Zygote
 from support.server_trainers import trainers

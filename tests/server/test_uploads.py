@@ -15,7 +15,7 @@ import pytest
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat_server.errors import BlobFullError, UploadError
 from fedplat_server.storage.spool import Spool
-from fedplat_server.storage.spool_names import name_attempt
+from fedplat_server.storage.spool_file import name_attempt
 
 DATA = bytes(range(256)) * 40
 SIZE = len(DATA)

@@ -15,18 +15,17 @@ from fedplat_server import retries
 from fedplat_server.database.store import Store, open_store
 from fedplat_server.errors import StoreUnavailableError
 from fedplat_server.instruments import Instruments
-from fedplat_server.records.events import EventRow
-from fedplat_server.records.webhooks import (
+from fedplat_server.records.events import (
     MAX_JITTER,
     RETRY_DELAYS_S,
     DeliveryRecord,
+    EventRow,
     SendResult,
     WebhookRecord,
     after_attempt,
     new_secret,
 )
-from fedplat_server.webhooks.delivery import DeliveryTask
-from fedplat_server.webhooks.sender import WebhookSender
+from fedplat_server.webhooks.delivery import DeliveryTask, WebhookSender
 from support import daemons, databases
 from support.faulty_store import FaultyStore
 from support.jobs import job_file

@@ -16,16 +16,15 @@ import standardwebhooks
 from fedplat_server.auth import tls
 from fedplat_server.auth.pki_folder import PkiFolder
 from fedplat_server.errors import ConfigError
-from fedplat_server.records import webhooks
-from fedplat_server.records.events import EventRow
-from fedplat_server.records.webhooks import SendResult, WebhookRecord, parse_url
+from fedplat_server.records import events
+from fedplat_server.records.events import EventRow, SendResult, WebhookRecord, parse_url
 from fedplat_server.webhooks.addresses import Network, parse_network, select_addresses
-from fedplat_server.webhooks.sender import MAX_BODY_BYTES, MAX_HEAD_BYTES, WebhookSender
+from fedplat_server.webhooks.delivery import MAX_BODY_BYTES, MAX_HEAD_BYTES, WebhookSender
 from support.receiver import Delivered, Receiver, answer, receiving
 
 LOOPBACK: list[Network] = [ipaddress.ip_network("127.0.0.0/8")]
 EVENT = EventRow(7, 1_700_000_000.25, "round.committed", "j-1", "digits", "demo", round=3, attempt=1, text="loss 0.25")
-SECRET = webhooks.new_secret()
+SECRET = events.new_secret()
 
 
 def record(url: str) -> WebhookRecord:
@@ -59,7 +58,7 @@ async def test_a_receiver_can_verify_the_request_with_the_library_of_the_standar
         "data": {"sequence": 7, "job_id": "j-1", "job_name": "digits", "population": "demo", "round": 3, "attempt": 1},
     }
     with pytest.raises(standardwebhooks.WebhookVerificationError):
-        request.verify(webhooks.new_secret())
+        request.verify(events.new_secret())
     with pytest.raises(standardwebhooks.WebhookVerificationError):
         Delivered("", request.headers, request.body.replace(b"digits", b"digitz")).verify(SECRET)
 

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from fedplat_client import Client
 from fedplat_client._auth.calls import Connection
-from fedplat_client._state.client_state import ClientStateStore
+from fedplat_client._state.two_phase import ClientStateStore
 from fedplat_client.trainers.torch import TorchTrainer
 
 INPUTS = (np.random.default_rng(9).normal(size=(12, 3))).astype("f4")

@@ -19,12 +19,11 @@ from grpc import aio
 from fedplat.wire import auth
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client import Client, ClientOptions
-from fedplat_client._state import keys
+from fedplat_client._state import data_dir
 from fedplat_client.task import TrainFunction
-from fedplat_server.auth import ca as pki
 from fedplat_server.auth import pki_folder
-from fedplat_server.auth.ca import Authority, certificate_pem, key_pem
-from fedplat_server.auth.pki_folder import PkiFolder
+from fedplat_server.auth import pki_folder as pki
+from fedplat_server.auth.pki_folder import Authority, PkiFolder, certificate_pem, key_pem
 from fedplat_server.auth.tls import utc_now
 from support import daemons
 from support.daemons import RawClient, Site
@@ -80,8 +79,8 @@ class Place:
         return made
 
     async def certificate(self, client: RawClient) -> Shown:
-        key = keys.new_tls_key()
-        request = fleet_pb2.RenewCertificateRequest(signing_request=keys.make_signing_request(key))
+        key = data_dir.new_tls_key()
+        request = fleet_pb2.RenewCertificateRequest(signing_request=data_dir.make_signing_request(key))
         answer = await client.stub.RenewCertificate(request, metadata=client.signed("RenewCertificate", request))
         assert answer.port == self.site.daemon.mtls_port
         assert answer.valid_s == 86_400

@@ -15,12 +15,12 @@ import numpy as np
 
 from fedplat.wire.v1 import peer_pb2, peer_pb2_grpc
 from fedplat_client import ClientOptions
-from fedplat_client._auth.peer_access import PeerCredentials
+from fedplat_client._auth.mtls import PeerCredentials
 from fedplat_client._work.peers.fetch import PeerFetcher, PeerFile
 from fedplat_client._work.peers.listener import PeerListener
 from fedplat_client.cancellation import StopSignal
-from fedplat_server.auth import ca as pki
-from fedplat_server.auth.ca import Authority, certificate_pem, key_pem
+from fedplat_server.auth import pki_folder as pki
+from fedplat_server.auth.pki_folder import Authority, certificate_pem, key_pem
 from fedplat_server.auth.tls import utc_now
 from support.mtls import DAY
 

@@ -16,7 +16,7 @@ from fedplat.model import WINDOW, Parameters
 from fedplat.rounds import JobState, ModelVersion
 from fedplat_server.aggregation.backend import Aggregate, AggregationBackend
 from fedplat_server.storage.blobs import BlobStore
-from fedplat_server.workers.attempt_inputs import AttemptInputs, SpooledUpdate
+from fedplat_server.workers.task_inputs import AttemptInputs, SpooledUpdate
 from support import daemons
 from support.jobs import job_file
 

@@ -13,8 +13,7 @@ from fedplat.job import parse_job
 from fedplat.rounds import Change, Coordinator, JobState, ModelVersion
 from fedplat.rounds.commands import Abort, Assign, Command, Refuse
 from fedplat.rounds.events import ClientCheckedIn, JobAction, OperatorCommand
-from fedplat_server.coordination.check_in import wait_for_work
-from fedplat_server.coordination.long_polls import LongPolls
+from fedplat_server.coordination.long_polls import LongPolls, wait_for_work
 from fedplat_server.coordination.runner import Runner, Timer
 from fedplat_server.database.store import Store, open_store
 from support import databases

@@ -16,10 +16,8 @@ from fedplat.rounds import Change, Context, Coordinator, JobState, Proposal
 from fedplat.rounds.commands import Command
 from fedplat.rounds.events import Event, UpdateReported
 from fedplat_server.instruments import Instruments
-from fedplat_server.metrics.collector import DaemonCollector, LeaderState
-from fedplat_server.metrics.job_series import JobSeriesTable
-from fedplat_server.metrics.observer import ObservedActor
-from fedplat_server.metrics.privacy_costs import PrivacyLosses
+from fedplat_server.metrics.collector import DaemonCollector, LeaderState, PrivacyLosses
+from fedplat_server.metrics.job_series import JobSeriesTable, ObservedActor
 from support import programs
 from support.rounds.driver import Tokens, make_aggregated
 

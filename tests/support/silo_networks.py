@@ -22,17 +22,17 @@ from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import ClientOptions
 from fedplat_client._auth.authenticator import CallCredentials
 from fedplat_client._auth.calls import Connection
-from fedplat_client._auth.peer_access import PeerCredentials
+from fedplat_client._auth.mtls import PeerCredentials
 from fedplat_client._protocols.gossip.network import ByteCounter, PeerNetwork, RemoteFile
 from fedplat_client._protocols.gossip.offers import Delivery, Offers, PortOffers, RelayOffers
-from fedplat_client._state.keys import SigningKey, new_signing_key
+from fedplat_client._state.data_dir import SigningKey, new_signing_key
 from fedplat_client._work.peers.fetch import PeerFetcher
 from fedplat_client._work.peers.listener import PeerListener
 from fedplat_client._work.peers.port import PeerPort
 from fedplat_client.cancellation import StopSignal
 from fedplat_client.errors import CallError, NotSentYetError, PeerError
 from fedplat_client.task import Control
-from fedplat_server.auth.ca import Authority
+from fedplat_server.auth.pki_folder import Authority
 from fedplat_server.auth.tls import utc_now
 from support.peers import Time, client_id, credentials_of
 from support.secure_group import random_of

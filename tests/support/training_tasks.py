@@ -10,7 +10,13 @@ from fedplat.aggregate import FedAvg
 from fedplat.job.pool import WarmStart
 from fedplat.parallel import Parallel
 from fedplat.pytorch.distributed import Ranks
-from fedplat_server.workers.messages import EvaluateReply, EvaluateRequest, TrainerReference, TrainReply, TrainRequest
+from fedplat_server.workers.task_inputs import (
+    EvaluateReply,
+    EvaluateRequest,
+    TrainerReference,
+    TrainReply,
+    TrainRequest,
+)
 from fedplat_server.workers.tasks import train
 
 

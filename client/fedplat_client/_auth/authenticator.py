@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,9 +10,9 @@ from typing import Protocol
 import grpc
 
 from fedplat import wire
+from fedplat.wire import auth
 from fedplat.wire.v1 import fleet_pb2
-from fedplat_client._auth import request_signing
-from fedplat_client._state.keys import SigningKey
+from fedplat_client._state.data_dir import SigningKey
 from fedplat_client.cancellation import StopSignal
 from fedplat_client.errors import CallError, FencedError, SessionLostError
 from fedplat_client.transport import Metadata, Method, Response, result
@@ -60,7 +61,7 @@ class SignedAccess:
         self._channel = channel
         self._key = key
         self._timeout_s = timeout_s
-        self._signer = request_signing.Signer(key)
+        self._signer = Signer(key)
 
     @property
     def public_key(self) -> bytes:
@@ -84,7 +85,7 @@ class SignedAccess:
         """Make a call that proves possession of the key. Raises `CallError`."""
         challenge = fleet_pb2.GetChallengeRequest(protocol_version=wire.PROTOCOL_VERSION).SerializeToString()
         nonce = result(_CHALLENGE.start(self._channel, challenge, self._timeout_s, ()), signal).nonce
-        metadata = request_signing.sign_challenge(self._key, method.path, nonce, request)
+        metadata = sign_challenge(self._key, method.path, nonce, request)
         return result(method.start(self._channel, request, self._timeout_s, metadata), signal)
 
     def _open_session(self, signal: StopSignal) -> str:
@@ -92,3 +93,57 @@ class SignedAccess:
         session_id = self.prove(_OPEN, request.SerializeToString(), signal).session_id
         self._on_session(self.client_id)
         return session_id
+
+
+@dataclass(frozen=True)
+class SessionUse:
+    """One call's metadata, and the id of the session that signed it."""
+
+    session_id: str
+    metadata: Metadata
+
+
+class Signer:
+    """Signs calls; thread-safe."""
+
+    def __init__(self, key: SigningKey) -> None:
+        self._key = key
+        self._opening = threading.Lock()
+        self._session_id = ""
+        self._counter = 0
+
+    def use(self, method: str, request: bytes, open_session: Callable[[], str]) -> SessionUse:
+        """Sign a serialized request with a counter that no other call of the session has.
+
+        `open_session` requests a session from the server; of several threads that need one, only one calls it.
+        """
+        with self._opening:
+            if not self._session_id:
+                self._session_id, self._counter = open_session(), 0
+            self._counter += 1
+            session_id, counter = self._session_id, self._counter
+        payload = auth.call_payload(method, session_id, counter, request)
+        return SessionUse(
+            session_id,
+            (
+                (auth.METADATA_SESSION, session_id),
+                (auth.METADATA_COUNTER, str(counter)),
+                (auth.METADATA_SIGNATURE, self._key.sign(payload)),
+            ),
+        )
+
+    def is_current(self, session_id: str) -> bool:
+        """Return whether the next call would use this session."""
+        return self._session_id == session_id
+
+    def forget(self, session_id: str) -> None:
+        """Let the next call open another session, unless that has happened already."""
+        with self._opening:
+            if self._session_id == session_id:
+                self._session_id = ""
+
+
+def sign_challenge(key: SigningKey, method: str, nonce: bytes, request: bytes) -> Metadata:
+    """Return the metadata that proves possession of the key, by a signature that covers the server's nonce."""
+    signature = key.sign(auth.proof_payload(method, nonce, request))
+    return (auth.METADATA_NONCE, nonce), (auth.METADATA_SIGNATURE, signature)

@@ -1,4 +1,4 @@
-"""The data directory of one client: its lock, and the identity that survives restarts.
+"""The data directory of one client: its lock, its keys, and the identity that survives restarts.
 
 ```
 <data_dir>/<server>/<population>/lock            held while a process runs as this client
@@ -6,8 +6,8 @@
                                  identity.key    its private key, which never leaves this folder
                                  tls.key         its TLS key, if it uses certificates (fedplat_client._auth.mtls)
                                  models/         the model cache (fedplat_client._state.model_cache)
-                                 residuals/      the codecs' residuals (fedplat_client._state.residuals)
-                                 memories/       the client states (fedplat_client._state.client_state)
+                                 residuals/      the codecs' residuals (fedplat_client._state.two_phase)
+                                 memories/       the client states (fedplat_client._state.two_phase)
                                  silos/          the models of decentralised jobs (fedplat_client._state.silo_store)
            exports/              the models with which decentralised jobs have ended, for the client's owner
                                  served          attempts of secure aggregations (fedplat_client._state.served_attempts)
@@ -29,11 +29,14 @@ from pathlib import Path
 
 import msgspec
 import platformdirs
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 
 from fedplat import durable, forks
 from fedplat.config.decoding import prepare_type
 from fedplat.wire.auth import Ticket
-from fedplat_client._state.keys import SigningKey, new_signing_key, new_tls_key
 from fedplat_client.errors import DataDirectoryError
 
 _logger = logging.getLogger("fedplat_client")
@@ -235,3 +238,56 @@ def _folder_name(name: str) -> str:
     if not quoted or len(quoted) > 255:
         raise ValueError(f"{name!r} is not a valid server or population name; expected 1 to 255 characters")
     return quoted.replace(".", "%2E") if set(quoted) == {"."} else quoted
+
+
+def new_signing_key() -> bytes:
+    """Return a new Ed25519 key, PEM (PKCS #8)."""
+    return _pem(ed25519.Ed25519PrivateKey.generate())
+
+
+def new_tls_key() -> bytes:
+    """Return a new ECDSA P-256 key for TLS, PEM (PKCS #8)."""
+    return _pem(ec.generate_private_key(ec.SECP256R1()))
+
+
+def make_signing_request(tls_key: bytes) -> bytes:
+    """Return a certificate signing request (PKCS #10, DER); the server chooses its name. Raises `ValueError`."""
+    from cryptography import x509  # most clients have no certificate
+
+    key = _load_key(tls_key)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ValueError("not an ECDSA key")
+    request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).sign(key, hashes.SHA256())
+    return request.public_bytes(serialization.Encoding.DER)
+
+
+class SigningKey:
+    """The Ed25519 key that the client signs with. Raises `ValueError` if the PEM contains another key."""
+
+    def __init__(self, pem: bytes) -> None:
+        key = _load_key(pem)
+        if not isinstance(key, ed25519.Ed25519PrivateKey):
+            raise ValueError("not an Ed25519 key")
+        self._key = key
+
+    @property
+    def public(self) -> bytes:
+        """The public key, 32 bytes."""
+        return self._key.public_key().public_bytes_raw()
+
+    def sign(self, payload: bytes) -> bytes:
+        """Return the signature of a payload, 64 bytes."""
+        return self._key.sign(payload)
+
+
+def _load_key(pem: bytes) -> PrivateKeyTypes:
+    try:
+        return serialization.load_pem_private_key(pem, password=None)
+    except (TypeError, UnsupportedAlgorithm) as exc:  # encrypted, or of an unknown kind
+        raise ValueError("not an unencrypted private key") from exc
+
+
+def _pem(key: ed25519.Ed25519PrivateKey | ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )

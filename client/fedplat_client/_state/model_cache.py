@@ -1,18 +1,19 @@
-"""The model cache: models by the digest of their content, verified on use, limited in total size."""
+"""The model cache: models by the digest of their content, in a folder of limited size, the least recently used go."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import logging
 import os
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Collection, Generator
 from pathlib import Path
+from typing import TypeAlias, TypeVar
 
 from fedplat.wire import pieces
-from fedplat_client._state import lru
 from fedplat_client.errors import TransferError
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -23,7 +24,7 @@ _logger = logging.getLogger(__name__)
 class PartialDownload:
     """An unfinished download: a growing file and the hash of its content. Close it after use."""
 
-    def __init__(self, path: Path, give_way: lru.GiveWay) -> None:
+    def __init__(self, path: Path, give_way: GiveWay) -> None:
         self.path = path
         self.size = 0
         self._give_way = give_way
@@ -42,7 +43,7 @@ class PartialDownload:
         """Append bytes, and hash them now, while they are in the processor's cache."""
         rest = memoryview(data)
         while rest:
-            rest = rest[lru.write(functools.partial(self._file.write, rest), self._give_way) :]
+            rest = rest[write_bounded(functools.partial(self._file.write, rest), self._give_way) :]
         self._count(data)
 
     def restart(self) -> None:
@@ -104,11 +105,11 @@ class ModelCache:
     def make_room(self, size_bytes: int, *digests: str) -> bool:
         """Evict other files until `size_bytes`, the total size for these digests, fits; return False if it cannot."""
         self._in_use = digests
-        return lru.make_room(self._folder, size_bytes, self._limit_bytes, digests, _log_eviction)
+        return make_room(self._folder, size_bytes, self._limit_bytes, digests, _log_eviction)
 
     def give_way(self, *digests: str) -> bool:
         """Evict one file that is neither in use nor among `digests`; return False if there is no such file."""
-        return self._evicts and lru.evict_one(self._folder, (*self._in_use, *digests), _log_eviction)
+        return self._evicts and evict_one(self._folder, (*self._in_use, *digests), _log_eviction)
 
     def admit(self, part: PartialDownload, digest: str) -> Path:
         """Turn a finished download into a model of the cache.
@@ -141,3 +142,65 @@ def _digest_of(path: Path) -> str:
 
 def _log_eviction(path: Path, size_bytes: int) -> None:
     _logger.info("Evicted a model from the cache.", extra={"file": path.name, "size_bytes": size_bytes})
+
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_RESERVE_BYTES = 64 * 2**20
+_RESERVE_SHARE = 0.05
+"""What evicted files leave free for others: 64 MiB, but at most this share of a small disk."""
+GiveWay: TypeAlias = Callable[[], bool]
+"""Deletes a file that is not needed, so that a full disk has room; returns False if there is no such file."""
+Result = TypeVar("Result")
+
+
+def make_room(
+    folder: Path, size_bytes: int, limit_bytes: int, spared: Collection[str], evicted: Callable[[Path, int], None]
+) -> bool:
+    """Delete the least recently used files until `size_bytes` fit into the limit, and on the disk.
+
+    Return False if they cannot fit into the limit. `size_bytes` counts all files with a stem in `spared`; these are not
+    deleted. `evicted` is called with each deleted file and its size. Raises `OSError`.
+    """
+    files = [(path.stat().st_mtime_ns, path.stat().st_size, path) for path in folder.iterdir()]
+    used = sorted(each for each in files if each[2].stem not in spared)
+    num_there = sum(size for _, size, path in files if path.stem in spared)
+    excess = sum(size for _, size, _ in used) + size_bytes - limit_bytes
+    lacking = size_bytes - num_there - free_bytes(folder)
+    for _, size, path in used:
+        if max(excess, lacking) <= 0:
+            break
+        path.unlink()
+        excess -= size
+        lacking -= size
+        evicted(path, size)
+    return excess <= 0
+
+
+def free_bytes(folder: Path) -> int:
+    """Return how many bytes a folder's disk has for files that can be evicted."""
+    disk = os.statvfs(folder)
+    reserve = min(_RESERVE_BYTES, int(_RESERVE_SHARE * disk.f_blocks * disk.f_frsize))
+    return disk.f_bavail * disk.f_frsize - reserve
+
+
+def evict_one(folder: Path, spared: Collection[str], evicted: Callable[[Path, int], None]) -> bool:
+    """Delete the least recently used file; return False if there are only `spared` ones. Raises `OSError`."""
+    used = sorted((path.stat().st_mtime_ns, path) for path in folder.iterdir() if path.stem not in spared)
+    for _, path in used[:1]:
+        size = path.stat().st_size
+        path.unlink()
+        evicted(path, size)
+    return bool(used)
+
+
+def write_bounded(action: Callable[[], Result], give_way: GiveWay) -> Result:
+    """Return the result of an action that writes; repeat it while the disk is full and something gives way to it.
+
+    `make_room` cannot foresee everything: other programs write, too, and users have quotas. Raises `OSError`.
+    """
+    while True:
+        try:
+            return action()
+        except OSError as exc:
+            if exc.errno not in _FULL or not give_way():
+                raise

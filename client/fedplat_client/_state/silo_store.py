@@ -30,7 +30,7 @@ from fedplat import durable
 from fedplat.config.decoding import prepare_type
 from fedplat.gossip.messages import Delta, Digest, Number
 from fedplat.model import Parameters
-from fedplat_client._state import lru
+from fedplat_client._state import model_cache
 
 _STATE = "state.json"
 _RECEIVED = "received"
@@ -115,7 +115,7 @@ class SiloState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class SiloFolder:
     """The folder of one job. Methods raise `OSError`."""
 
-    def __init__(self, path: Path, give_way: lru.GiveWay = lambda: False) -> None:
+    def __init__(self, path: Path, give_way: model_cache.GiveWay = lambda: False) -> None:
         self.path = path
         self._give_way = give_way
         self.received = path / _RECEIVED
@@ -141,7 +141,7 @@ class SiloFolder:
                     file.write(piece)
 
         if self.find(digest) is None:
-            lru.write(write, self._give_way)
+            model_cache.write_bounded(write, self._give_way)
         return digest
 
     def admit(self, path: Path, digest: str) -> Path:
@@ -224,7 +224,9 @@ def _read_state(folder: Path) -> SiloState | None:
 class SiloStore:
     """The folders of all jobs; beyond `limit_bytes`, those of the jobs that were not used for longest are deleted."""
 
-    def __init__(self, folder: Path, exports: Path, limit_bytes: int, give_way: lru.GiveWay = lambda: False) -> None:
+    def __init__(
+        self, folder: Path, exports: Path, limit_bytes: int, give_way: model_cache.GiveWay = lambda: False
+    ) -> None:
         self._folder = folder
         self._give_way = give_way
         self._exports = exports

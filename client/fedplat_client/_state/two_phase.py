@@ -1,4 +1,4 @@
-"""Files that become valid only when their update is merged, in a folder of limited size.
+"""Files that become valid only when their update is merged: the client state of each job, and residuals.
 
 Each job has up to two files. The *settled* file belongs to merged updates. The *pending* file is on the disk before its
 update is reported. It replaces the settled file if the update was merged. It is deleted if not: the training is then
@@ -7,6 +7,9 @@ the client queries the server when it next works for the job: by then the attemp
 returns a receipt only if the update was merged.
 
 A crash at any point loses nothing: both files exist until the server has answered.
+
+A lost control variate, or one kept although its update was not merged, would silently make the job's result wrong. So
+an assignment fails if its client state cannot be stored.
 """
 
 from __future__ import annotations
@@ -15,14 +18,20 @@ import contextlib
 import hashlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from fedplat import durable
+from fedplat.client_state import ClientState
 from fedplat.config.decoding import prepare_type
-from fedplat_client._state import lru
+from fedplat.errors import ModelError
+from fedplat.model import Parameters, Vector
+from fedplat_client._state import model_cache
 
 _logger = logging.getLogger(__name__)
 
@@ -56,7 +65,9 @@ class TwoPhaseFiles:
     `give_way` frees space on a full disk.
     """
 
-    def __init__(self, folder: Path, limit_bytes: int, name: str, give_way: lru.GiveWay = lambda: False) -> None:
+    def __init__(
+        self, folder: Path, limit_bytes: int, name: str, give_way: model_cache.GiveWay = lambda: False
+    ) -> None:
         self._folder = folder
         self._give_way = give_way
         self._limit_bytes = limit_bytes
@@ -88,7 +99,7 @@ class TwoPhaseFiles:
         """Store the payload of an update before it is reported; return False if it exceeds the limit."""
         settled, pending = self._paths(job_id)
         both = 2 * (memoryview(data).nbytes + 1000)
-        if not lru.make_room(self._folder, both, self._limit_bytes, [settled.stem], self._log_eviction):
+        if not model_cache.make_room(self._folder, both, self._limit_bytes, [settled.stem], self._log_eviction):
             return False
         head = _Head(format, hashlib.sha256(data).hexdigest(), sent)
 
@@ -97,7 +108,7 @@ class TwoPhaseFiles:
                 file.write(msgspec.json.encode(head) + b"\n")
                 file.write(data)
 
-        lru.write(write, self._give_way)
+        model_cache.write_bounded(write, self._give_way)
         return True
 
     def forget(self, job_id: str) -> None:
@@ -127,3 +138,68 @@ class TwoPhaseFiles:
 
     def _log_eviction(self, path: Path, size_bytes: int) -> None:
         _logger.info("%s was evicted.", self._name, extra={"file": path.name, "size_bytes": size_bytes})
+
+
+_FORMAT = "memory"
+
+
+class ClientStateStore:
+    """A folder with the client states of all jobs, at most `limit_bytes` in size."""
+
+    def __init__(self, folder: Path, limit_bytes: int, give_way: model_cache.GiveWay = lambda: False) -> None:
+        self._files = TwoPhaseFiles(folder, limit_bytes, "A client state", give_way)
+
+    def open(self, job_id: str, merged: WasMerged, *, training: bool) -> ClientState:
+        """Return the client state of a job. An evaluation reads the state without changing the files."""
+        try:
+            read = self._files.commit if training else self._files.peek
+            data = read(job_id, _FORMAT, merged)
+            return ClientState({} if data is None else _unpack_notes(Parameters.from_bytes(data)))
+        except (OSError, ModelError) as exc:  # most trainers have no state; for the others `stage` fails, too
+            _logger.warning("The client state of the job cannot be read: %s", exc, extra={"job": job_id})
+            return ClientState()
+
+    def stage(self, job_id: str, sent: SentReport, client_state: ClientState) -> bool:
+        """Store the client state before the update is reported; return False if it exceeds the limit.
+
+        If the trainer changed nothing, the stored state stays valid. Raises `OSError`.
+        """
+        if not client_state.changed:
+            return True
+        return self._files.stage(job_id, _FORMAT, sent, _pack_notes(client_state.contents).to_bytes())
+
+
+def _pack_notes(notes: Mapping[str, Parameters]) -> Parameters:
+    """Pack all notes into one file with tensors named NOTE/TENSOR; a note's name contains no slash."""
+    arrays: dict[str, npt.NDArray[Any]] = {
+        f"{note}/{name}": array for note, values in notes.items() for name, array in values.items()
+    }
+    return Parameters.from_arrays(arrays)
+
+
+def _unpack_notes(packed: Parameters) -> dict[str, Parameters]:
+    notes: dict[str, dict[str, npt.NDArray[Any]]] = {}
+    for key, array in packed.items():
+        note, _, name = key.partition("/")
+        notes.setdefault(note, {})[name] = array
+    return {note: Parameters.from_arrays(arrays) for note, arrays in notes.items()}
+
+
+class Residuals:
+    """A folder with the residuals of all jobs, at most `limit_bytes` in size. Methods raise `OSError`."""
+
+    def __init__(self, folder: Path, limit_bytes: int, give_way: model_cache.GiveWay = lambda: False) -> None:
+        self._files = TwoPhaseFiles(folder, limit_bytes, "A residual", give_way)
+        self.forget = self._files.forget
+
+    def load(self, job_id: str, format: str, size: int, merged: WasMerged) -> Vector | None:
+        """Return the residual of a job, float32 [size], or None; `format` identifies the job's codec and schema."""
+        data = self._files.commit(job_id, f"{format} {size}", merged)
+        if data is None or len(data) != 4 * size:
+            return None
+        return np.frombuffer(data, "<f4").astype(np.float32, copy=False)
+
+    def stage(self, job_id: str, format: str, sent: SentReport, residual: Vector) -> bool:
+        """Store the residual of an update before it is reported; return False if it exceeds the limit."""
+        data = residual.astype("<f4", copy=False).data.cast("B")
+        return self._files.stage(job_id, f"{format} {residual.size}", sent, data)

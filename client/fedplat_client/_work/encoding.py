@@ -13,8 +13,7 @@ from fedplat.config.plugins import Plugins
 from fedplat.errors import CodecError
 from fedplat.model import Values
 from fedplat.wire.v1 import fleet_pb2, model_pb2
-from fedplat_client._state.residuals import Residuals
-from fedplat_client._state.two_phase import SentReport, WasMerged
+from fedplat_client._state.two_phase import Residuals, SentReport, WasMerged
 from fedplat_client._work.failures import AssignmentFailedError
 from fedplat_client._work.transfer import Content
 from fedplat_client.errors import ServerUnavailableError

@@ -17,9 +17,8 @@ from fedplat.config.plugins import BUILTIN, Plugins
 from fedplat.errors import FedplatError, PrivacyLimitError
 from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2, model_pb2
-from fedplat_client._state.client_state import ClientStateStore
 from fedplat_client._state.privacy_ledger import PrivacyLedger
-from fedplat_client._state.two_phase import SentReport
+from fedplat_client._state.two_phase import ClientStateStore, SentReport
 from fedplat_client._work.failures import AssignmentFailedError
 from fedplat_client.errors import CallError
 from fedplat_client.task import Control, EvaluateFunction, EvaluateResult, Scalar, Task, TrainFunction, TrainResult

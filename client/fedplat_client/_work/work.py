@@ -14,11 +14,9 @@ from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import spans
 from fedplat_client._auth.calls import Connection
-from fedplat_client._state.client_state import ClientStateStore
-from fedplat_client._state.keys import SigningKey
-from fedplat_client._state.residuals import Residuals
+from fedplat_client._state.data_dir import SigningKey
 from fedplat_client._state.served_attempts import ServedAttempts
-from fedplat_client._state.two_phase import SentReport, WasMerged
+from fedplat_client._state.two_phase import ClientStateStore, Residuals, SentReport, WasMerged
 from fedplat_client._work import encoding, transfer
 from fedplat_client._work.failures import AssignmentFailedError, CheckInResult
 from fedplat_client._work.heartbeat import Heartbeat

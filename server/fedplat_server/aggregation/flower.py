@@ -11,7 +11,7 @@ from fedplat.rounds import JobState
 from fedplat_server.aggregation.backend import Aggregate, AggregationBackend
 from fedplat_server.flower.runs import FlowerRuns
 from fedplat_server.storage.blobs import BlobStore
-from fedplat_server.workers.attempt_inputs import SpooledUpdate
+from fedplat_server.workers.task_inputs import SpooledUpdate
 
 
 class AppAggregation(AggregationBackend):

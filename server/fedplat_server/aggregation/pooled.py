@@ -21,20 +21,13 @@ from fedplat.errors import ModelError
 from fedplat.model import ModelFile
 from fedplat_server import logs
 from fedplat_server.aggregation import backend
-from fedplat_server.aggregation.backend import Aggregate, AggregationBackend
-from fedplat_server.aggregation.local import LocalAggregation
+from fedplat_server.aggregation.backend import Aggregate, AggregationBackend, LocalAggregation
 from fedplat_server.errors import BlobFullError, PoolError, PoolUnavailableError, PoolWorkError
-from fedplat_server.instruments.full_writes import note_full
+from fedplat_server.instruments import note_full
 from fedplat_server.storage import files
 from fedplat_server.storage.blobs import Blob, BlobStore
-from fedplat_server.workers.attempt_inputs import (
-    AddUpdate,
-    AttemptAggregate,
-    AttemptInputs,
-    CloseAttempt,
-    SpooledUpdate,
-)
 from fedplat_server.workers.client import RunningTask, WorkerPool
+from fedplat_server.workers.task_inputs import AddUpdate, AttemptAggregate, AttemptInputs, CloseAttempt, SpooledUpdate
 
 PATIENCE_S = 10.0
 """The time for a pool to come back after its ranks died, before the daemon aggregates in its own process."""

@@ -31,11 +31,10 @@ from fedplat.secure_aggregation import encoding, unmasking
 from fedplat.secure_aggregation.encoding import Decoded
 from fedplat_server import logs
 from fedplat_server.aggregation import backend
-from fedplat_server.aggregation.backend import Aggregate, AggregationBackend
-from fedplat_server.aggregation.local import LocalAggregation
+from fedplat_server.aggregation.backend import Aggregate, AggregationBackend, LocalAggregation
 from fedplat_server.aggregation.secure_attempts import RosterGroup, SecureAttempts
 from fedplat_server.storage.blobs import BlobStore
-from fedplat_server.workers.attempt_inputs import AttemptInputs, SpooledUpdate
+from fedplat_server.workers.task_inputs import AttemptInputs, SpooledUpdate
 
 
 class _MaskedSum(NamedTuple):

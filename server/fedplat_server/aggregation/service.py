@@ -30,13 +30,12 @@ from fedplat.rounds import AttemptKey, Change, JobState, ModelVersion
 from fedplat.rounds.commands import Commit, Fold, Restart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
 from fedplat_server import crash_points, logs, retries
-from fedplat_server.aggregation.backend import Aggregate, AggregationBackend
-from fedplat_server.aggregation.local import LocalAggregation
+from fedplat_server.aggregation.backend import Aggregate, AggregationBackend, LocalAggregation
 from fedplat_server.errors import BlobError, BlobUnavailableError, StoreUnavailableError, is_lasting
 from fedplat_server.storage.blobs import Blob, BlobStore
 from fedplat_server.storage.spool import Spool
 from fedplat_server.training.server_training import ServerTraining, is_due
-from fedplat_server.workers.attempt_inputs import AttemptInputs, SpooledUpdate
+from fedplat_server.workers.task_inputs import AttemptInputs, SpooledUpdate
 
 FindVersion = Callable[[str, int], Awaitable[ModelVersion | None]]
 Post = Callable[[AttemptAggregated | AggregationFailed], None]

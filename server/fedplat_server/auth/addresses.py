@@ -1,21 +1,25 @@
 """The origin of a call: its peer, or the address that a gateway daemon or a trusted proxy reports.
 
 A caller with IPv6 usually has a whole /64 (RFC 6177), so rate limits count networks, not addresses.
+
+The secret of the leader's term proves that a daemon of the same database sent the call: no other process has it.
+A gateway removes these keys from a caller's metadata, and the leader ignores them without the secret.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import ipaddress
 import re
-from collections.abc import Sequence
+import secrets
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import unquote
 
 from grpc import aio
 
 from fedplat import fair_places
-from fedplat_server.auth import forwarding
 from fedplat_server.errors import ConfigError
 
 FORWARDED = "x-forwarded-for"
@@ -52,11 +56,11 @@ class Origins:
         """Return the origin of a call."""
         metadata = context.invocation_metadata() or ()
         forwarded = [part for key, value in metadata if key == FORWARDED for part in str(value).split(",")]
-        return origin(forwarding.of(context, self._secret).peer, forwarded, self._trusted)
+        return origin(forwarded_for(context, self._secret).peer, forwarded, self._trusted)
 
     def connection(self, context: aio.ServicerContext[Any, Any]) -> str:
         """Return the connection of a call; empty behind a trusted proxy, where callers share connections."""
-        peer = forwarding.of(context, self._secret).peer
+        peer = forwarded_for(context, self._secret).peer
         address = _of_peer(peer)
         is_shared = address is not None and any(address in network for network in self._trusted)
         return "" if is_shared else peer
@@ -121,3 +125,54 @@ def _parse(text: str) -> _Address | None:
     except ValueError:
         return None
     return getattr(address, "ipv4_mapped", None) or address
+
+
+Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
+
+_PREFIX = "fedplat-hop-"
+_SECRET = f"{_PREFIX}secret"
+_GATEWAY = f"{_PREFIX}gateway"
+_CLIENT = f"{_PREFIX}client"
+_PEER = f"{_PREFIX}peer"
+# gRPC sets these for each HTTP/2 connection; it refuses or duplicates those that are forwarded.
+_CONNECTION_HEADERS = ("user-agent", "content-type", "te", "grpc-", ":")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ForwardedCall:
+    """The gateway that forwarded a call, and its report of the caller.
+
+    `client`: the client of the certificate that the caller presented to the gateway (see `PeerCertificates.client_of`;
+    "": no certificate). `peer`: the caller's address, as a peer string of gRPC.
+    """
+
+    gateway: str
+    client: str = ""
+    peer: str = ""
+
+
+def is_forwarded(metadata: Iterable[tuple[str, str | bytes]]) -> bool:
+    """Return whether a call claims to be forwarded; it is then not forwarded a second time."""
+    return any(key == _SECRET for key, _ in metadata)
+
+
+def add_forwarding(metadata: Iterable[tuple[str, str | bytes]], secret: str, call: ForwardedCall) -> Metadata:
+    """Return the metadata with which a gateway forwards a call."""
+    dropped = (_PREFIX, *_CONNECTION_HEADERS)
+    kept = [(key, value) for key, value in metadata if not key.startswith(dropped)]
+    return [*kept, (_SECRET, secret), (_GATEWAY, call.gateway), (_CLIENT, call.client), (_PEER, call.peer)]
+
+
+def read_forwarding(metadata: Iterable[tuple[str, str | bytes]], secret: str) -> ForwardedCall | None:
+    """Return the gateway's report of a forwarded call; None if the call has no valid secret, so is not forwarded."""
+    values = {key: value for key, value in metadata if key.startswith(_PREFIX)}
+    claimed = values.get(_SECRET, "")
+    claimed = claimed.encode() if isinstance(claimed, str) else claimed
+    if not secrets.compare_digest(claimed, secret.encode()):
+        return None
+    return ForwardedCall(*(str(values.get(name, "")) for name in (_GATEWAY, _CLIENT, _PEER)))
+
+
+def forwarded_for(context: aio.ServicerContext[Any, Any], secret: str) -> ForwardedCall:
+    """Return a call as its gateway reports it; for a direct call, one with its peer and no gateway."""
+    return read_forwarding(context.invocation_metadata() or (), secret) or ForwardedCall("", "", context.peer())

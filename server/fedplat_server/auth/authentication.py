@@ -1,20 +1,26 @@
-"""Authentication of clients: by the certificate of their connection, or by a signature on each call."""
+"""Authentication of clients: by the certificate of their connection, or by a signature on each call of a session.
+
+A nonce is a timestamp, 16 random bytes and a MAC over both, so that issuing millions costs the server no memory. It
+only remembers used nonces, until they expire. Times are seconds of a monotonic clock.
+
+The window is that of IPsec's anti-replay service (RFC 4303, section 3.4.3): numbers below it are refused.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hmac
 import secrets
+from collections import OrderedDict
 from collections.abc import Mapping
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from fedplat.wire import auth
-from fedplat_server.auth.audit_limits import BoundedAudit, RecentEntries
-from fedplat_server.auth.challenges import RANDOM_BYTES, Challenges
 from fedplat_server.auth.client_directory import ClientDirectory
-from fedplat_server.auth.sessions import Session, Sessions
+from fedplat_server.auth.rate_limits import BoundedAudit, RecentEntries
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.records.audit import SERVER, AuditAction, AuditEntry
@@ -160,3 +166,120 @@ def _counter(call: ClientCall) -> int | None:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+CHALLENGE_VALID_S = 120.0
+MAX_USED_CHALLENGES = 100_000
+RANDOM_BYTES = 16
+_TIME_BYTES = 8
+_MAC_BYTES = 32
+_SIZE = _TIME_BYTES + RANDOM_BYTES + _MAC_BYTES
+
+
+class Challenges:
+    """Issues nonces and accepts each once. `key`: the MAC's key, 32 random bytes that only this process has."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._used: OrderedDict[bytes, int] = OrderedDict()
+        self._floor_ms = 0
+
+    def new(self, now: float, random: bytes) -> bytes:
+        """Return a nonce made from `RANDOM_BYTES` random bytes."""
+        body = int(now * 1000).to_bytes(_TIME_BYTES, "big") + random
+        return body + self._mac(body)
+
+    def redeem(self, nonce: bytes, now: float) -> bool:
+        """Use up a nonce; return whether this server issued it and it is neither expired nor used."""
+        body, mac = nonce[:-_MAC_BYTES], nonce[-_MAC_BYTES:]
+        if len(nonce) != _SIZE or not hmac.compare_digest(mac, self._mac(body)):
+            return False
+        made_ms, now_ms = int.from_bytes(body[:_TIME_BYTES], "big"), int(now * 1000)
+        self._forget(now_ms)
+        if made_ms < max(self._floor_ms, now_ms - CHALLENGE_VALID_S * 1000) or body in self._used:
+            return False
+        self._used[body] = made_ms
+        if len(self._used) > MAX_USED_CHALLENGES:
+            # A nonce that is forgotten here could be used again: refuse all that are as old.
+            _, oldest_ms = self._used.popitem(last=False)
+            self._floor_ms = max(self._floor_ms, oldest_ms + 1)
+        return True
+
+    def _forget(self, now_ms: int) -> None:
+        while self._used and next(iter(self._used.values())) < now_ms - CHALLENGE_VALID_S * 1000:
+            self._used.popitem(last=False)
+
+    def _mac(self, body: bytes) -> bytes:
+        return hmac.digest(self._key, body, "sha256")
+
+
+SIZE = 1024
+"""How far behind the newest call a call may be. A client has far fewer calls under way."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReplayWindow:
+    """The highest number seen, and a bit set of the `SIZE` numbers up to it that were seen (bit 0: the highest)."""
+
+    highest: int = 0
+    seen: int = 1  # no call has the number 0
+
+    def accept(self, number: int) -> ReplayWindow | None:
+        """Return the window with this number added; None if the number was seen, or is below the window."""
+        if number > self.highest:
+            shift = number - self.highest
+            kept = (self.seen << shift) & _MASK if shift < SIZE else 0
+            return ReplayWindow(number, kept | 1)
+        age = self.highest - number
+        if number < 0 or age >= SIZE or self.seen >> age & 1:
+            return None
+        return ReplayWindow(self.highest, self.seen | 1 << age)
+
+
+_MASK = (1 << SIZE) - 1
+
+
+MAX_SESSIONS = 100_000
+MAX_OF_CLIENT = 4
+"""Limit per client, so that no client can evict the sessions of others."""
+
+
+@dataclasses.dataclass(slots=True)
+class Session:
+    """The `number`-th session of a client."""
+
+    client_id: str
+    number: int
+    window: ReplayWindow = dataclasses.field(default_factory=ReplayWindow)
+
+
+class Sessions:
+    """The open sessions; beyond `max_sessions`, the least recently used one is dropped."""
+
+    def __init__(self, max_sessions: int = MAX_SESSIONS) -> None:
+        self._max_sessions = max_sessions
+        self._sessions: OrderedDict[str, Session] = OrderedDict()
+        self._of_client: dict[str, list[str]] = {}
+
+    def open(self, session_id: str, client_id: str, number: int) -> None:
+        """Add a session. The client's older ones stay, so that calls under them are refused as fenced."""
+        self._sessions[session_id] = Session(client_id, number)
+        own_ids = self._of_client.setdefault(client_id, [])
+        own_ids.append(session_id)
+        if len(own_ids) > MAX_OF_CLIENT:
+            self._forget(own_ids[0])
+        if len(self._sessions) > self._max_sessions:
+            self._forget(next(iter(self._sessions)))
+
+    def find(self, session_id: str) -> Session | None:
+        """Return the session with this id; None if it is unknown."""
+        session = self._sessions.get(session_id)
+        if session is not None:
+            self._sessions.move_to_end(session_id)
+        return session
+
+    def _forget(self, session_id: str) -> None:
+        client_id = self._sessions.pop(session_id).client_id
+        self._of_client[client_id].remove(session_id)
+        if not self._of_client[client_id]:
+            del self._of_client[client_id]

@@ -11,7 +11,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedplat.wire import auth
-from fedplat_server.auth import ca, pki_folder
+from fedplat_server.auth import pki_folder
 from fedplat_server.auth.pki_folder import PkiFolder
 from fedplat_server.auth.tls import utc_now
 from fedplat_server.database.clients import ClientRecord
@@ -64,7 +64,7 @@ class CertificateIssuer:
 
 
 def _pem(certificates: Sequence[x509.Certificate]) -> str:
-    return b"".join(map(ca.certificate_pem, certificates)).decode()
+    return b"".join(map(pki_folder.certificate_pem, certificates)).decode()
 
 
 def _requested_key(signing_request: bytes) -> ec.EllipticCurvePublicKey:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from fedplat.config.label_expressions import compile_expression
 from fedplat.rounds import JobState
-from fedplat_server.auth.audit_limits import RecentEntries
+from fedplat_server.auth.rate_limits import RecentEntries
 from fedplat_server.database.batch_loader import BatchLoader
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.database.sql_clients import ClientStore

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import secrets
 import time
 from collections.abc import Callable, Mapping
+from hashlib import sha256
 from uuid import uuid4
 
 from fedplat.wire.auth import Ticket
 from fedplat_server.auth.client_directory import ClientDirectory
 from fedplat_server.auth.tls import Certificates
-from fedplat_server.auth.tokens import hash_secret, new_token
 from fedplat_server.database.clients import ClientRecord, Enrollment, EnrollmentToken
 from fedplat_server.database.sql_clients import ClientStore
 from fedplat_server.errors import Code, EnrollmentConflictError, RefusedError, TokenRefusedError
@@ -110,3 +111,19 @@ class Enrollments:
 def _audit_enrollment(client: ClientRecord) -> list[AuditEntry]:
     details = {"population": client.population, "enrollment": client.token_id}
     return [AuditEntry(client.client_id, AuditAction.CLIENT_ENROLLED, client.client_id, details)]
+
+
+def hash_secret(secret: str) -> bytes:
+    """Return the hash that the database stores of a token. Tokens are random, so a plain hash is enough."""
+    return sha256(secret.encode()).digest()
+
+
+def new_token() -> tuple[str, bytes]:
+    """Return a new secret of 256 random bits, and its hash."""
+    secret = secrets.token_urlsafe(32)
+    return secret, hash_secret(secret)
+
+
+def new_id(kind: str) -> str:
+    """Return a new random id of a job ("j"), a webhook ("w") or something else."""
+    return f"{kind}-{uuid4().hex[:12]}"

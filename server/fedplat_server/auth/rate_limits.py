@@ -1,7 +1,9 @@
-"""Limits for one caller: requests, concurrent streams, bytes for an attempt, and the rate of a stream.
+"""Limits for one caller: requests, concurrent streams, bytes for an attempt, the rate of a stream, audit entries.
 
 A broken or hostile client must cost the others nothing. No code here reads a clock: the time, in seconds, is an
 argument, or the result of the function passed to `Quotas`.
+
+Entries beyond the limit are only counted: every append locks the end of the audit chain, which job control needs, too.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from fedplat import fair_places
 from fedplat.rounds import AttemptKey
 from fedplat.rounds.commands import RetryWindow
 from fedplat_server.config import Limits
+from fedplat_server.database.sql_audit import AuditStore
 from fedplat_server.errors import Code, RefusedError
+from fedplat_server.records.audit import SERVER, AuditAction, AuditEntry
 
 MAX_REMEMBERED = 50_000
 """Callers to remember; the one that called longest ago is dropped first, and then has its full quota again."""
@@ -257,3 +261,64 @@ class Quotas:
             raise RefusedError(
                 Code.TOO_MANY_BYTES, f"{spent.num_bytes} bytes were sent; expected at most {limit_bytes}"
             )
+
+
+HOUR_S = 3600.0
+
+
+class BoundedAudit:
+    """Appends entries, at most `per_minute` of them from all callers together; `clock` is monotonic, in seconds."""
+
+    def __init__(self, audit: AuditStore, per_minute: float, clock: Callable[[], float]) -> None:
+        self._audit = audit
+        self._per_minute = per_minute
+        self._clock = clock
+        self._bucket = Bucket(per_minute, clock())
+        self._num_left_out = 0
+
+    async def append(self, entry: AuditEntry) -> None:
+        """Append an entry, preceded by one that counts those left out before; beyond the limit, only count it."""
+        self._bucket, wait_s = take(self._bucket, self._clock(), self._per_minute)
+        if wait_s:
+            self._num_left_out += 1
+        else:
+            await self._append([entry])
+
+    async def finish(self) -> None:
+        """Append the entry that counts those left out, if there were any. Call it when the server stops."""
+        if self._num_left_out:
+            await self._append([])
+
+    async def _append(self, entries: list[AuditEntry]) -> None:
+        left_out, self._num_left_out = self._num_left_out, 0
+        if left_out:
+            entries = [AuditEntry(SERVER, AuditAction.NOT_NOTED, "", {"num_rows": left_out}), *entries]
+        try:
+            await self._audit.append(entries)
+        except BaseException:
+            self._num_left_out += left_out
+            raise
+
+
+class RecentEntries:
+    """The names added in the last `period_s` seconds, at most `max_names`: records each name once per period."""
+
+    def __init__(self, period_s: float = HOUR_S, max_names: int = 50_000) -> None:
+        self._period_s = period_s
+        self._max_names = max_names
+        self._seen: OrderedDict[str, float] = OrderedDict()
+
+    def add(self, name: str, now: float) -> bool:
+        """Add a name at `now`, in seconds; return whether it was new in this period."""
+        added = self._seen.get(name)
+        if added is not None and now < added + self._period_s:
+            return False
+        self._seen.pop(name, None)
+        self._seen[name] = now
+        if len(self._seen) > self._max_names:
+            self._seen.popitem(last=False)
+        return True
+
+    def forget(self, name: str) -> None:
+        """Remove a name: recording it failed, so that the next `add` must accept it."""
+        self._seen.pop(name, None)

@@ -22,7 +22,7 @@ from fedplat.texts import NAME_PATTERN
 from fedplat_server import __version__, dashboard_process
 from fedplat_server.auth import addresses
 from fedplat_server.auth.pki_folder import LOOPBACK, PkiFolder
-from fedplat_server.cli import certificates, dev, init, operators, prune, tracing
+from fedplat_server.cli import certificates, dev, init, prune, serving
 from fedplat_server.cli import metrics as metrics_commands
 from fedplat_server.cli import workers as pool_commands
 from fedplat_server.cli.options import (
@@ -92,7 +92,7 @@ app = typer.Typer(
 )
 database_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(database_app, name="db", help="Manage the database.")
-app.add_typer(operators.app, name="operator", help="Manage operators.")
+app.add_typer(init.app, name="operator", help="Manage operators.")
 app.add_typer(certificates.app, name="certificates", help="Manage the server's TLS certificates.")
 app.add_typer(metrics_commands.app, name="metrics", help="Print the Grafana dashboard and the alert rules.")
 app.add_typer(pool_commands.app, name="pool", help="Run and inspect the worker pool.")
@@ -253,7 +253,7 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
         str,
         typer.Option(
             metavar="URL",
-            envvar=list(tracing.VARIABLES),
+            envvar=list(serving.VARIABLES),
             help="OTLP/gRPC receiver of OpenTelemetry traces, such as http://127.0.0.1:4317. Default: no traces.",
         ),
     ] = "",

@@ -23,9 +23,8 @@ from fedplat.extras import install_command
 from fedplat.wire.auth import Ticket, is_address
 from fedplat_server import dashboard_process
 from fedplat_server.auth.client_directory import ClientDirectory
-from fedplat_server.auth.enrollment import Enrollments, Trust
+from fedplat_server.auth.enrollment import Enrollments, Trust, hash_secret
 from fedplat_server.auth.pki_folder import LOOPBACK, PkiFolder
-from fedplat_server.auth.tokens import hash_secret
 from fedplat_server.cli.init import ADMIN, make_certificates, make_operator, print_made
 from fedplat_server.cli.options import (
     DEFAULT_DATA_DIR,

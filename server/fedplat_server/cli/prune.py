@@ -15,14 +15,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from fedplat_server.cli.options import DEFAULT_DATA_DIR, Blobs, Database, DataDir, blob_place, database_url
-from fedplat_server.coordination import owner, prune
+from fedplat_server.coordination import owner, retention
 from fedplat_server.database.engine import async_url
 from fedplat_server.database.store import open_store
 from fedplat_server.errors import ConfigError
 from fedplat_server.records import operators
 from fedplat_server.storage import data_dir as folder
 from fedplat_server.storage.blob_stores import BlobPlace
-from fedplat_server.storage.set_aside import FOLDER
+from fedplat_server.storage.files import SET_ASIDE_FOLDER
 
 DAY_S = 86400.0
 
@@ -76,7 +76,7 @@ def prune_(  # noqa: PLR0913 -- one parameter for each option of the command lin
             print(json.dumps(plan.counts | {"removed": is_done, "files_removed": is_done and is_alone}))
 
 
-def _limits(older_than: str | None, keep_versions: int | None, clients_unseen_for: str | None) -> prune.PruneLimits:
+def _limits(older_than: str | None, keep_versions: int | None, clients_unseen_for: str | None) -> retention.PruneLimits:
     now = time.time()
     history_s = _seconds(older_than, "--older-than")
     unseen_s = _seconds(clients_unseen_for, "--clients-unseen-for")
@@ -85,7 +85,7 @@ def _limits(older_than: str | None, keep_versions: int | None, clients_unseen_fo
             f"--clients-unseen-for {clients_unseen_for}: expected at least 1d, as daemons rarely store when they saw a "
             "client"
         )
-    return prune.PruneLimits(
+    return retention.PruneLimits(
         now_unix_s=now,
         history_before=None if history_s is None else now - history_s,
         keep_versions=keep_versions,
@@ -118,31 +118,31 @@ def _lock_data_dir(data_dir: Path, url: str) -> Generator[bool]:
             yield True
 
 
-async def _find(url: str, place: BlobPlace, limits: prune.PruneLimits, *, is_alone: bool) -> prune.PrunePlan:
+async def _find(url: str, place: BlobPlace, limits: retention.PruneLimits, *, is_alone: bool) -> retention.PrunePlan:
     store = await open_store(url)
     try:
         blobs, _ = await owner.open_blobs(store, place, url)
-        return await prune.find(store, blobs, limits, with_orphans=is_alone)
+        return await retention.find_obsolete(store, blobs, limits, with_orphans=is_alone)
     finally:
         await store.close()
 
 
 async def _remove(
-    url: str, place: BlobPlace, limits: prune.PruneLimits, plan: prune.PrunePlan, *, is_alone: bool
+    url: str, place: BlobPlace, limits: retention.PruneLimits, plan: retention.PrunePlan, *, is_alone: bool
 ) -> None:
     store = await open_store(url)
     try:
         with _bar() as progress:
-            await prune.remove(store, limits, plan, progress)
+            await retention.remove_obsolete(store, limits, plan, progress)
         if is_alone:
             blobs, _ = await owner.open_blobs(store, place, url)
-            await prune.remove_files(store, blobs)
+            await retention.remove_obsolete_files(store, blobs)
     finally:
         await store.close()
 
 
 @contextlib.contextmanager
-def _bar() -> Generator[prune.Progress]:
+def _bar() -> Generator[retention.Progress]:
     """Show a progress bar on stderr, if that is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("removing"), BarColumn(), MofNCompleteColumn())
@@ -151,7 +151,7 @@ def _bar() -> Generator[prune.Progress]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _lines(plan: prune.PrunePlan, *, is_alone: bool) -> list[str]:
+def _lines(plan: retention.PrunePlan, *, is_alone: bool) -> list[str]:
     if plan.is_empty:
         return ["nothing to remove"]
     counts = plan.counts
@@ -160,7 +160,10 @@ def _lines(plan: prune.PrunePlan, *, is_alone: bool) -> list[str]:
         "states": "states of aggregation rules",
         "attempts": "attempts with an old history",
         "clients": "clients that did not connect",
-        "orphans": f"files that belong to no version; those that the database does not know go to {FOLDER} for 3 days",
+        "orphans": (
+            "files that belong to no version; "
+            f"those that the database does not know go to {SET_ASIDE_FOLDER} for 3 days"
+        ),
     }
     lines = [f"{counts[kind]:>8} {words}" for kind, words in kinds.items() if counts[kind]]
     lines.append(f"{counts['bytes'] / 2**20:.1f} MiB of files; rows of versions and the audit log are kept")

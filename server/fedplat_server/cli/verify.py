@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from fedplat_server.storage.blob_stores import BlobPlace
 from fedplat_server.verify import checker, files
-from fedplat_server.verify.records import Report
+from fedplat_server.verify.checks import Report
 
 
 def run(database: str, place: BlobPlace, spool: str, *, live: bool, as_json: bool) -> bool:

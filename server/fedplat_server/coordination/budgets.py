@@ -1,17 +1,24 @@
-"""Privacy budgets of populations, enforced when a job is created and when a budget is changed.
+"""Privacy budgets of populations, enforced when a job is created, and the privacy arithmetic in its own thread.
 
 A job counts with the releases planned at its creation (`max_releases`, which never changes); a job that has ended
 counts with its releases in the ledger. So starting or resuming a job spends nothing that was not counted.
 
 The arithmetic takes seconds, so it runs in the accountant's thread on data read before, outside of any transaction. If
 the population's jobs or its budget changed meanwhile, the store refuses the decision, and it is made again.
+
+An epsilon may take seconds. Uploads, reports and aggregation use the event loop's threads; the accountant occupies none
+of them, however many operators call it. With one thread each result is also computed only once: the second call that
+needs it waits for the first, and then finds it in the cache.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from msgspec import structs
 
@@ -20,7 +27,6 @@ from fedplat.job import JobSpec, calibrate, plan_charge
 from fedplat.privacy import Charge, accounting
 from fedplat.rounds import JobState
 from fedplat.rounds.disclosure import disclosure_of
-from fedplat_server.coordination.accountant import Accountant, epsilon
 from fedplat_server.database.jobs import JobRecord
 from fedplat_server.database.ledger import Budget, Population
 from fedplat_server.database.store import Store
@@ -147,3 +153,35 @@ def why_too_small(budget: Budget, population: Population) -> str:
 
 def _terms(budget: Budget) -> str:
     return f"epsilon = {budget.epsilon:g} at delta = {budget.delta:g}"
+
+
+CACHED = 1024
+"""The size of each cache. A private job needs two results for each release, and two for its plan."""
+_T = TypeVar("_T")
+
+
+class Accountant:
+    """A thread for the privacy arithmetic, which runs one function at a time."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "accounting")
+
+    async def run(self, function: Callable[..., _T], *arguments: object) -> _T:
+        """Return the result of a function. If the call is cancelled before the function starts, it does not start."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+    def close(self) -> None:
+        """End the thread after the running function."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+@functools.lru_cache(maxsize=CACHED)
+def epsilon(charges: tuple[Charge, ...], delta: float) -> float:
+    """Return `accounting.epsilon`, cached by mechanisms, numbers of releases and delta. For the accountant's thread."""
+    return accounting.epsilon(charges, delta)
+
+
+@functools.lru_cache(maxsize=CACHED)
+def epsilon_rdp(charges: tuple[Charge, ...], delta: float) -> float:
+    """Return `accounting.epsilon_rdp`, cached by mechanisms, numbers of releases and delta. For that thread too."""
+    return accounting.epsilon_rdp(charges, delta)

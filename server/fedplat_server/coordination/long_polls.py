@@ -1,4 +1,4 @@
-"""Pending long polls: check-ins of free clients, and heartbeats of working clients, which an abort answers at once.
+"""Pending long polls: check-ins of free clients, and heartbeats of working clients, which an abort answers.
 
 Clients also wait for the input of their steps (`fedplat_server/protocols/steps.py`).
 """
@@ -7,10 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 
 from fedplat.rounds import AttemptKey
-from fedplat.rounds.commands import Abort, Assign, Refuse
+from fedplat.rounds.commands import Abort, Assign, Refuse, RetryWindow
+from fedplat.rounds.events import ClientCheckedIn, ClientLeft
+from fedplat.rounds.states import Reason
+from fedplat_server.auth.client_directory import ClientDirectory, Offer
+from fedplat_server.coordination.availability import AvailabilityTracker
+from fedplat_server.coordination.progress import ProgressTracker
+from fedplat_server.coordination.runner import Runner
+from fedplat_server.database.clients import ClientRecord
 
 Answer = Assign | Refuse
 _Name = tuple[AttemptKey, str]
@@ -148,3 +155,44 @@ class LongPolls:
         """Wake the pending heartbeats and steps of a working client, which answer that it has to stop."""
         for event in self._working.get((command.key, command.client_id), ()):
             event.set()
+
+
+RETRY_SOON = RetryWindow(0.0, 1.0)
+
+
+class Presence:
+    """Notes that a client is there, and free."""
+
+    def __init__(self, clients: ClientDirectory, availability: AvailabilityTracker, progress: ProgressTracker) -> None:
+        self._clients = clients
+        self._availability = availability
+        self._progress = progress
+
+    async def note(self, client: ClientRecord, labels: Mapping[str, str], version: str, offer: Offer) -> ClientRecord:
+        """Store the labels and the software of a client that checks in; return its record as it is now."""
+        client = await self._clients.update(client, labels, version)
+        self._clients.record_offer(client.client_id, offer)
+        self._availability.record(client.client_id, client.population)
+        self._progress.drop_overdue(client.client_id)
+        return client
+
+
+async def wait_for_work(
+    runner: Runner, long_polls: LongPolls, event: ClientCheckedIn, wait_s: float
+) -> Assign | Refuse:
+    """Return the client's assignment as soon as it has one, or a refusal after `wait_s`. Raises `StoreError`.
+
+    The client leaves the coordinator's waiting room in every case.
+    """
+    client_id = event.client_id
+    with long_polls.open_check_in(client_id) as check_in:
+        try:
+            await runner.submit(event, check_in.open)
+            await check_in.wait(wait_s)
+            if not check_in.is_answered:
+                # Timed out; but the coordinator may assign the client at this moment.
+                await runner.submit(ClientLeft(client_id))
+        finally:
+            if check_in.answer is None and long_polls.is_latest(client_id, check_in):
+                runner.post(ClientLeft(client_id))  # the connection was lost, or the daemon released the call
+        return check_in.answer or Refuse(client_id, Reason.NOT_SELECTED, RETRY_SOON)

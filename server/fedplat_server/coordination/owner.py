@@ -9,8 +9,8 @@ from pathlib import Path
 from fedplat_server.database.engine import describe
 from fedplat_server.database.store import Store
 from fedplat_server.instruments import Instruments
-from fedplat_server.storage import ownership, spool_names
-from fedplat_server.storage.blob_backend import StoredDigests
+from fedplat_server.storage import ownership, spool_file
+from fedplat_server.storage.blob_folder import StoredDigests
 from fedplat_server.storage.blob_stores import BlobPlace
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.ownership import Contents, Owner
@@ -25,9 +25,9 @@ async def identify(store: Store, url: str) -> Owner:
 
 
 async def list_attempts(store: Store) -> frozenset[str]:
-    """Return the names of the folders of all attempts that may have updates (`spool_names.name_attempt`)."""
+    """Return the names of the folders of all attempts that may have updates (`spool_file.name_attempt`)."""
     attempts = await store.retention.list_recent_attempts(time.time() - RECENT_S)
-    return frozenset(map(spool_names.name_attempt, attempts))
+    return frozenset(map(spool_file.name_attempt, attempts))
 
 
 async def claim_data_dir(store: Store, data_dir: Path, url: str) -> None:

@@ -25,7 +25,7 @@ from fedplat.rounds import Change, Context, Coordinator, Proposal, Verdict
 from fedplat.rounds.commands import Command
 from fedplat.rounds.events import ClientCheckedIn, ClientLeft, Event, TimerFired
 from fedplat_server import logs, retries
-from fedplat_server.auth.tokens import new_token
+from fedplat_server.auth.enrollment import new_token
 from fedplat_server.database.store import Store
 from fedplat_server.errors import (
     LeadershipLostError,

@@ -23,7 +23,7 @@ from sqlalchemy.util import immutabledict
 
 from fedplat.extras import install_command
 from fedplat_server.errors import ConfigError, ConflictError, StoreError, StoreFullError, StoreUnavailableError
-from fedplat_server.instruments.full_writes import note_full
+from fedplat_server.instruments import note_full
 
 WRITES = "fedplat_writes"
 """The execution option of connections for transactions that write."""

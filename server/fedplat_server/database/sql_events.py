@@ -12,8 +12,7 @@ from sqlalchemy import Connection, func, select
 from fedplat_server.database import rows
 from fedplat_server.database.tables import STILL_PENDING, deliveries, event_head, events, webhooks
 from fedplat_server.database.transactions import Clock, Database, appended_rows
-from fedplat_server.records.events import AlertFacts, EventEntry, EventRow, EventType, alert_event
-from fedplat_server.records.webhooks import DeliveryState
+from fedplat_server.records.events import AlertFacts, DeliveryState, EventEntry, EventRow, EventType, alert_event
 
 # Built once: each round executes it.
 _ADVANCE = (

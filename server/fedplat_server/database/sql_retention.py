@@ -21,7 +21,7 @@ from fedplat_server.database.tables import (
     model_versions,
 )
 from fedplat_server.database.transactions import Clock, Database
-from fedplat_server.storage.blob_backend import StoredDigests
+from fedplat_server.storage.blob_folder import StoredDigests
 
 _V = model_versions.c
 _KEEPS_MODEL = _V.model_removed_unix_s.is_(None) & ~_V.is_held_by_clients

@@ -19,12 +19,14 @@ from fedplat_server.database.tables import STILL_PENDING, deliveries, event_head
 from fedplat_server.database.transactions import Clock, Database
 from fedplat_server.errors import WebhookError
 from fedplat_server.records.audit import AuditEntry
-from fedplat_server.records.events import EventEntry, EventRow, EventType
-from fedplat_server.records.webhooks import (
+from fedplat_server.records.events import (
     MAX_PENDING,
     MAX_WEBHOOKS,
     DeliveryRecord,
     DeliveryState,
+    EventEntry,
+    EventRow,
+    EventType,
     WebhookRecord,
     parse_url,
 )

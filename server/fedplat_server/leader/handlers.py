@@ -9,9 +9,9 @@ from fedplat.wire.v1 import admin_pb2_grpc, fleet_pb2_grpc
 from fedplat_server.auth.addresses import Origins
 from fedplat_server.auth.authentication import Authenticator
 from fedplat_server.auth.enrollment import Enrollments, Trust
-from fedplat_server.coordination.check_in import Presence
+from fedplat_server.coordination.availability import FleetCounter
 from fedplat_server.coordination.conflicts import Conflicts
-from fedplat_server.coordination.fleet_counts import FleetCounter
+from fedplat_server.coordination.long_polls import Presence
 from fedplat_server.coordination.revocation import Revocation
 from fedplat_server.database.engine import async_url
 from fedplat_server.leader.parts import LeaderParts

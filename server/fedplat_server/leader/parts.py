@@ -19,13 +19,11 @@ from fedplat_server import logs
 from fedplat_server.aggregation.backend import AggregationBackend
 from fedplat_server.aggregation.secure_attempts import SecureAttempts
 from fedplat_server.aggregation.service import Aggregation, AggregationParts
-from fedplat_server.auth.audit_limits import BoundedAudit
 from fedplat_server.auth.client_directory import ClientDirectory
-from fedplat_server.auth.rate_limits import Quotas
+from fedplat_server.auth.rate_limits import BoundedAudit, Quotas
 from fedplat_server.config import ServerConfig
 from fedplat_server.coordination import owner
-from fedplat_server.coordination.alert_monitor import AlertMonitor, DiskSpace
-from fedplat_server.coordination.alert_recorder import AlertRecorder
+from fedplat_server.coordination.alert_monitor import AlertMonitor, AlertRecorder, DiskSpace
 from fedplat_server.coordination.availability import AvailabilityTracker
 from fedplat_server.coordination.budgets import Budgets
 from fedplat_server.coordination.downloads import Downloads
@@ -48,22 +46,21 @@ from fedplat_server.protocols.steps import StepPolls
 from fedplat_server.records.lease import Lease
 from fedplat_server.rpc import serving
 from fedplat_server.rpc.job_registry import JobRegistry
-from fedplat_server.storage import set_aside
+from fedplat_server.storage import files
 from fedplat_server.storage.blob_stores import BlobPlace, reconcile
 from fedplat_server.storage.blobs import BlobStore
+from fedplat_server.storage.object_store import StoreHealth
 from fedplat_server.storage.read_cache import Chunks
 from fedplat_server.storage.relay_store import RelayStore
 from fedplat_server.storage.spool import Spool
 from fedplat_server.storage.spool_backend import FolderBackend, SpoolBackend, open_backend
-from fedplat_server.storage.store_health import StoreHealth
 from fedplat_server.tracing.attempts import AttemptTraces, SentMark
 from fedplat_server.training.evaluation import EvaluationScheduler, Trainers
 from fedplat_server.training.server_training import ServerTraining
 from fedplat_server.webhooks.addresses import parse_network
-from fedplat_server.webhooks.delivery import DeliveryTask
-from fedplat_server.webhooks.sender import WebhookSender
-from fedplat_server.workers.attempt_inputs import AttemptInputs
+from fedplat_server.webhooks.delivery import DeliveryTask, WebhookSender
 from fedplat_server.workers.client import WorkerPool
+from fedplat_server.workers.task_inputs import AttemptInputs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -335,7 +332,7 @@ async def _open_blobs(config: ServerConfig, store: Store, instruments: Instrumen
     removed, num_aside = found.orphans
     logs.get().info("blobs were reconciled", kept=len(stored.referenced), removed=removed, copied=found.copied)
     if num_aside:
-        set_aside.warn(f"{config.blobs or config.data_dir / 'blobs'}/{set_aside.FOLDER}", num_aside)
+        files.warn_of_set_aside(f"{config.blobs or config.data_dir / 'blobs'}/{files.SET_ASIDE_FOLDER}", num_aside)
     if found.missing:
         logs.get().error(
             "models are missing: check --blobs (FEDPLAT_BLOBS), and run fedplat-server verify with the same options",

@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from fedplat_server.instruments.catalogue import METRICS
+from fedplat_server.instruments import METRICS
 
 _PLACE = re.compile(r"(<!-- metrics -->\n).*?(<!-- end -->)", re.DOTALL)
 

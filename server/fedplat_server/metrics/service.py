@@ -16,15 +16,13 @@ from fedplat_server import logs
 from fedplat_server.auth import pki_folder
 from fedplat_server.auth.tls import Certificates
 from fedplat_server.config import ServerConfig
-from fedplat_server.coordination.accountant import Accountant
+from fedplat_server.coordination.budgets import Accountant
 from fedplat_server.coordination.runner import Actor, Runner
 from fedplat_server.database.store import Store
 from fedplat_server.instruments import Instruments
-from fedplat_server.metrics.collector import DaemonCollector, LeaderState
+from fedplat_server.metrics.collector import DaemonCollector, LeaderState, PrivacyCosts
 from fedplat_server.metrics.endpoint import MetricsEndpoint
-from fedplat_server.metrics.job_series import NUM_COMMITS, JobSeriesTable
-from fedplat_server.metrics.observer import ObservedActor
-from fedplat_server.metrics.privacy_costs import PrivacyCosts
+from fedplat_server.metrics.job_series import NUM_COMMITS, JobSeriesTable, ObservedActor
 from fedplat_server.rpc.job_registry import JobRegistry
 
 LAG_EVERY_S = 0.5

@@ -21,7 +21,7 @@ from fedplat_server.errors import Code, RefusedError
 from fedplat_server.flower.runs import FlowerRuns
 from fedplat_server.protocols.half import HalfParts, ServerHalf, Validate
 from fedplat_server.storage.blobs import BlobStore
-from fedplat_server.workers.attempt_inputs import AttemptInputs
+from fedplat_server.workers.task_inputs import AttemptInputs
 
 
 class FlowerAppHalf(ServerHalf):

@@ -15,8 +15,7 @@ from fedplat.rounds import Assignment, AttemptKey, Change, JobState, Verdict
 from fedplat.rounds.commands import RunWarmStart
 from fedplat.rounds.transition import ACCEPTED
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
-from fedplat_server.aggregation.backend import AggregationBackend
-from fedplat_server.aggregation.local import LocalAggregation
+from fedplat_server.aggregation.backend import AggregationBackend, LocalAggregation
 from fedplat_server.aggregation.pooled import WithFallback
 from fedplat_server.config import Limits
 from fedplat_server.database.clients import ClientRecord
@@ -24,8 +23,8 @@ from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages.streams import UploadMessage
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.training.server_training import ServerTraining
-from fedplat_server.workers.attempt_inputs import AttemptInputs
 from fedplat_server.workers.client import WorkerPool
+from fedplat_server.workers.task_inputs import AttemptInputs
 
 Validate = Callable[[Path], float | Verdict | None]
 """A function that returns the norm of the update in a file, or its refusal. None: it is masked, and has no norm."""
@@ -130,7 +129,7 @@ class ServerHalf:
     async def keep(self, jobs: Sequence[JobState], attempts: Collection[str]) -> None:
         """Remove what an earlier process has left and none of these jobs needs. Called once, before `begin`.
 
-        `jobs` are all of this kind, `attempts` the names of all stored attempts (`spool_names.name_attempt`).
+        `jobs` are all of this kind, `attempts` the names of all stored attempts (`spool_file.name_attempt`).
         """
 
     def begin(self) -> None:

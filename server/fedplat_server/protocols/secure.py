@@ -31,7 +31,7 @@ from fedplat_server.messages import validation
 from fedplat_server.protocols.half import HalfParts, Validate
 from fedplat_server.protocols.steps import StepPolls, StepsHalf, refuse
 from fedplat_server.storage.blobs import BlobStore
-from fedplat_server.workers.attempt_inputs import AttemptInputs
+from fedplat_server.workers.task_inputs import AttemptInputs
 
 _MASKING_STATES = frozenset({AssignmentState.SHARED, AssignmentState.UPLOADING})
 """States in which a client has the masks for its update."""

@@ -26,8 +26,7 @@ from fedplat.rounds.states import Reason
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.auth.client_directory import ClientDirectory
 from fedplat_server.auth.rate_limits import Quotas
-from fedplat_server.coordination.check_in import RETRY_SOON
-from fedplat_server.coordination.long_polls import LongPolls
+from fedplat_server.coordination.long_polls import RETRY_SOON, LongPolls
 from fedplat_server.coordination.runner import Runner
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.database.sql_jobs import JobStore

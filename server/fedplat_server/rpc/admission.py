@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from fedplat.fair_places import FairPlaces, Groups, PlaceLimits, PlacesFullError, TooSlowError
 from fedplat.wire.v1 import fleet_pb2
-from fedplat_server.auth import forwarding
+from fedplat_server.auth import addresses
 from fedplat_server.auth.addresses import Origins
 from fedplat_server.config import Limits
 from fedplat_server.errors import Code, RefusedError
@@ -243,5 +243,5 @@ def _find_caller(origins: Origins, context: Context) -> Caller:
 
 async def _signal_gateway(context: Context) -> None:
     """Signal a gateway that the call is admitted: it cannot check sessions or tokens, and reads no message before."""
-    if forwarding.is_marked(interceptor.INCOMING.get().metadata.items()):
+    if addresses.is_forwarded(interceptor.INCOMING.get().metadata.items()):
         await context.send_initial_metadata(())

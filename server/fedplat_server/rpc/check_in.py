@@ -16,8 +16,7 @@ from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc
 from fedplat_server import __version__, logs
 from fedplat_server.auth.client_directory import Offer
 from fedplat_server.config import Limits
-from fedplat_server.coordination.check_in import Presence, wait_for_work
-from fedplat_server.coordination.long_polls import LongPolls
+from fedplat_server.coordination.long_polls import LongPolls, Presence, wait_for_work
 from fedplat_server.coordination.runner import Runner
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.instruments import Instruments

@@ -9,13 +9,13 @@ from typing import Any, TypeVar, cast
 
 from fedplat.rounds import Assignment, JobState
 from fedplat_server import logs
-from fedplat_server.auth import forwarding
+from fedplat_server.auth import addresses
 from fedplat_server.auth.addresses import Origins
 from fedplat_server.auth.authentication import Authenticator, ClientCall
 from fedplat_server.auth.certificates import PeerCertificates
 from fedplat_server.auth.client_directory import ClientDirectory
+from fedplat_server.auth.enrollment import hash_secret
 from fedplat_server.auth.rate_limits import Quotas
-from fedplat_server.auth.tokens import hash_secret
 from fedplat_server.coordination.runner import Runner
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.database.sql_jobs import JobStore
@@ -101,7 +101,7 @@ class ClientAccess:
     def _by_certificate(self, context: Context) -> str:
         incoming = interceptor.INCOMING.get()
         if incoming.certified is None:
-            forwarded = forwarding.read(incoming.metadata.items(), self._parts.gateway_secret)
+            forwarded = addresses.read_forwarding(incoming.metadata.items(), self._parts.gateway_secret)
             certified = forwarded.client if forwarded is not None else self._parts.peers.client_of(context)
             incoming.certified = certified
         return incoming.certified

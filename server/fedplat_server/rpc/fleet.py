@@ -16,8 +16,8 @@ from fedplat.rounds.states import Reason
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc
 from fedplat_server.auth.rate_limits import Quotas
 from fedplat_server.config import Limits
-from fedplat_server.coordination.check_in import RETRY_SOON
 from fedplat_server.coordination.conflicts import Conflicts
+from fedplat_server.coordination.long_polls import RETRY_SOON
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import convert, streams, validation

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from fedplat.wire.v1 import admin_pb2
-from fedplat_server.coordination.availability import HOUR_S, KEEP_S, AvailabilityTracker
-from fedplat_server.coordination.fleet_counts import FleetCounter, FleetCounts
+from fedplat_server.coordination.availability import HOUR_S, KEEP_S, AvailabilityTracker, FleetCounter, FleetCounts
 from fedplat_server.coordination.runner import Runner
 from fedplat_server.database.fleet import AvailabilityHour
 from fedplat_server.database.sql_fleet import FleetStore

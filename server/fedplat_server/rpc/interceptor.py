@@ -34,8 +34,7 @@ from fedplat_server.errors import (
     StoreFullError,
     StoreUnavailableError,
 )
-from fedplat_server.instruments import Instruments
-from fedplat_server.instruments.labels import method_label
+from fedplat_server.instruments import Instruments, method_label
 from fedplat_server.rpc import handlers
 from fedplat_server.rpc.handlers import Behavior, Context, Handler
 from fedplat_server.rpc.statuses import STATUSES

@@ -12,7 +12,7 @@ from fedplat.rounds import JobState, ModelVersion
 from fedplat.rounds.disclosure import disclosure_of
 from fedplat.rounds.events import RollbackOrdered
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, model_pb2
-from fedplat_server.auth.audit_limits import RecentEntries
+from fedplat_server.auth.rate_limits import RecentEntries
 from fedplat_server.config import Limits
 from fedplat_server.coordination.runner import Runner
 from fedplat_server.database.jobs import VersionRecord

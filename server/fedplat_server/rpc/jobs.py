@@ -17,7 +17,7 @@ from fedplat.rounds import JobState, ModelVersion
 from fedplat.rounds.events import JobAction, OperatorCommand, SpecChanged
 from fedplat.rounds.states import ENDED_JOBS
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
-from fedplat_server.auth.tokens import new_id
+from fedplat_server.auth.enrollment import new_id
 from fedplat_server.coordination import job_checks
 from fedplat_server.coordination.budgets import Budgets
 from fedplat_server.coordination.runner import Runner

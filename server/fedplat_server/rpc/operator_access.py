@@ -19,8 +19,7 @@ from fedplat import wire
 from fedplat.wire.v1 import admin_pb2, events_pb2, options_pb2
 from fedplat_server import logs
 from fedplat_server.auth.addresses import Origins
-from fedplat_server.auth.audit_limits import BoundedAudit
-from fedplat_server.auth.rate_limits import Quotas
+from fedplat_server.auth.rate_limits import BoundedAudit, Quotas
 from fedplat_server.database.sql_operators import OperatorStore
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.records.audit import AuditAction, AuditEntry

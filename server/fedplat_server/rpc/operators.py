@@ -18,14 +18,14 @@ from fedplat import wire
 from fedplat.config.loaded_plugins import PluginVersion
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
 from fedplat_server import __version__
-from fedplat_server.auth import forwarding
+from fedplat_server.auth import addresses
 from fedplat_server.auth.tls import Certificates
 from fedplat_server.coordination.alert_monitor import AlertMonitor, DiskSpace
 from fedplat_server.coordination.alerts import Alert, Severity
 from fedplat_server.coordination.runner import Runner
 from fedplat_server.database.store import Store
 from fedplat_server.errors import Code, ConfigError, LastAdminError, OperatorError, RefusedError
-from fedplat_server.instruments.full_writes import FullWrites
+from fedplat_server.instruments import FullWrites
 from fedplat_server.messages import convert, validation
 from fedplat_server.records import operators
 from fedplat_server.records.audit import AuditAction, AuditEntry, AuditFilter, AuditRow
@@ -98,7 +98,7 @@ class OperatorsService(admin_pb2_grpc.OperatorsServicer):
             leader=parts.lease.holder,
             leader_address=parts.lease.address,
             term=parts.lease.term,
-            gateway=forwarding.of(context, parts.lease.secret).gateway,
+            gateway=addresses.forwarded_for(context, parts.lease.secret).gateway,
             insecure=certificates is None,
             certificate_expires_unix_s=certificates.loaded.expires.timestamp() if certificates else 0.0,
             certificate_days_left=certificates.days_left if certificates else 0.0,

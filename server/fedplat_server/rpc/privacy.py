@@ -12,7 +12,7 @@ from fedplat.job import JobSpec
 from fedplat.privacy import Charge, releases
 from fedplat.rounds.disclosure import disclosure_of
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
-from fedplat_server.coordination import accountant
+from fedplat_server.coordination import budgets
 from fedplat_server.coordination.budgets import Budgets
 from fedplat_server.database.jobs import JobRecord
 from fedplat_server.database.ledger import Account, Budget, Population
@@ -149,8 +149,8 @@ def _num_private(population: Population) -> int:
 
 
 def _cost(charges: tuple[Charge, ...], delta: float) -> admin_pb2.PrivacyCost:
-    epsilon = accountant.epsilon(charges, delta)
+    epsilon = budgets.epsilon(charges, delta)
     # If epsilon is infinite, the RDP bound is useless as a check, and perhaps cannot be computed.
-    epsilon_rdp = accountant.epsilon_rdp(charges, delta) if math.isfinite(epsilon) else math.inf
+    epsilon_rdp = budgets.epsilon_rdp(charges, delta) if math.isfinite(epsilon) else math.inf
     releases = sum(charge.releases for charge in charges)
     return admin_pb2.PrivacyCost(releases=releases, epsilon=epsilon, epsilon_rdp=epsilon_rdp)

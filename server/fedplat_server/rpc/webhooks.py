@@ -8,19 +8,19 @@ import time
 from typing_extensions import override
 
 from fedplat.wire.v1 import events_pb2, events_pb2_grpc
-from fedplat_server.auth.tokens import new_id
+from fedplat_server.auth.enrollment import new_id
 from fedplat_server.database.store import Store
 from fedplat_server.errors import Code, RefusedError, WebhookError
-from fedplat_server.records import webhooks
+from fedplat_server.records import events
 from fedplat_server.records.audit import AuditAction, AuditEntry
-from fedplat_server.records.webhooks import DeliveryRecord, DeliveryState, WebhookRecord
+from fedplat_server.records.events import DeliveryRecord, DeliveryState, WebhookRecord
 from fedplat_server.rpc import pages
 from fedplat_server.rpc.caller import current_operator
 from fedplat_server.rpc.events import check_types, encode_event
 from fedplat_server.rpc.handlers import Context
 from fedplat_server.webhooks.delivery import DeliveryTask
 
-_DELIVERY_TOKEN = re.compile(rf"([0-9]{{1,18}})\.({webhooks.WEBHOOK_ID.pattern})")
+_DELIVERY_TOKEN = re.compile(rf"([0-9]{{1,18}})\.({events.WEBHOOK_ID.pattern})")
 
 
 class WebhooksService(events_pb2_grpc.WebhooksServicer):
@@ -39,12 +39,12 @@ class WebhooksService(events_pb2_grpc.WebhooksServicer):
             self._delivery.sender.check_url(request.url)
         except ValueError as exc:
             raise RefusedError(Code.INVALID_REQUEST, str(exc)) from exc
-        record = WebhookRecord(new_id("w"), request.url, types, webhooks.new_secret(), created_unix_s=time.time())
+        record = WebhookRecord(new_id("w"), request.url, types, events.new_secret(), created_unix_s=time.time())
         entry = self._audit(AuditAction.WEBHOOK_ADDED, record)
         try:
             await self._store.webhooks.add_webhook(record, [entry])
         except WebhookError as exc:
-            raise RefusedError(Code.TOO_MANY_WEBHOOKS, f"at most {webhooks.MAX_WEBHOOKS}") from exc
+            raise RefusedError(Code.TOO_MANY_WEBHOOKS, f"at most {events.MAX_WEBHOOKS}") from exc
         self._delivery.wake()
         return events_pb2.AddWebhookResponse(webhook=_webhook(record), secret=record.secret)
 
@@ -52,7 +52,7 @@ class WebhooksService(events_pb2_grpc.WebhooksServicer):
     async def ListWebhooks(
         self, request: events_pb2.ListWebhooksRequest, context: Context
     ) -> events_pb2.ListWebhooksResponse:
-        size, after = pages.size(request.page_size), pages.token(request.page_token, webhooks.WEBHOOK_ID)
+        size, after = pages.size(request.page_size), pages.token(request.page_token, events.WEBHOOK_ID)
         records = await self._store.webhooks.list_webhooks(after=after, limit=size + 1)
         page, token = pages.cut(records, size, _webhook, lambda record: record.webhook_id)
         return events_pb2.ListWebhooksResponse(webhooks=page, next_page_token=token)
@@ -98,7 +98,7 @@ class WebhooksService(events_pb2_grpc.WebhooksServicer):
     async def _find(self, webhook_id: str) -> WebhookRecord:
         """Return a webhook. Raises `RefusedError` if it is unknown."""
         record = None
-        if webhooks.WEBHOOK_ID.fullmatch(webhook_id):
+        if events.WEBHOOK_ID.fullmatch(webhook_id):
             record = await self._store.webhooks.find_webhook(webhook_id)
         if record is None:
             raise RefusedError(Code.NO_SUCH_WEBHOOK, repr(webhook_id[:80]))
@@ -106,7 +106,7 @@ class WebhooksService(events_pb2_grpc.WebhooksServicer):
 
     def _audit(self, action: AuditAction, record: WebhookRecord) -> AuditEntry:
         """Return an audit entry without the path of the URL, which may contain a secret."""
-        origin = webhooks.parse_url(record.url).origin
+        origin = events.parse_url(record.url).origin
         return AuditEntry(current_operator(), action, record.webhook_id, {"receiver": origin})
 
 

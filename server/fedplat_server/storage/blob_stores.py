@@ -9,10 +9,8 @@ from fedplat_server.config import DEFAULT_CACHE_BYTES, ServerConfig
 from fedplat_server.errors import BlobError, ConfigError
 from fedplat_server.instruments import Instruments
 from fedplat_server.storage import object_store
-from fedplat_server.storage.blob_backend import Orphans, StoredDigests
-from fedplat_server.storage.blob_cache import BlobCache
-from fedplat_server.storage.blob_folder import BlobFolder, path_of
-from fedplat_server.storage.blob_objects import BlobObjects
+from fedplat_server.storage.blob_folder import BlobFolder, Orphans, StoredDigests, path_of
+from fedplat_server.storage.blob_objects import BlobCache, BlobObjects
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.object_store import ObjectStore
 

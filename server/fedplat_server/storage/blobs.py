@@ -1,4 +1,4 @@
-"""Content-addressed files, in a folder (`blob_folder`) or an object store (`blob_objects`): a `BlobBackend`.
+"""Content-addressed files, in a folder or an object store, hashed while they are written.
 
 A blob exists completely or not at all. Only the blobs that the database references are needed. At the start
 `remove_orphans` removes the others; later a `Sweep` does, except for blobs that were written but not settled: `settle`
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import dataclasses
 import hashlib
 import os
 import uuid
@@ -23,9 +24,17 @@ from fedplat import durable
 from fedplat_server import crash_points
 from fedplat_server.instruments import Instruments
 from fedplat_server.storage import files
-from fedplat_server.storage.blob_backend import BlobBackend, Orphans, StoredDigests, UnsettledBlobs
-from fedplat_server.storage.blob_folder import TEMPORARY, BlobFolder, remove_on_error, remove_temporary, temporary
-from fedplat_server.storage.blob_writer import Blob, BlobWriter, create_hashed
+from fedplat_server.storage.blob_folder import (
+    TEMPORARY,
+    BlobBackend,
+    BlobFolder,
+    Orphans,
+    StoredDigests,
+    UnsettledBlobs,
+    remove_on_error,
+    remove_temporary,
+    temporary,
+)
 from fedplat_server.storage.ownership import Owner
 
 _NUM_FETCHES = 4
@@ -239,7 +248,7 @@ class BlobStore:
         return self._backend.take_back(digest)
 
     def expire(self) -> None:
-        """Remove the blobs that were set aside long enough ago (`set_aside.KEEP_S`)."""
+        """Remove the blobs that were set aside long enough ago (`files.SET_ASIDE_KEEP_S`)."""
         self._backend.expire()
 
     def _temporary(self) -> Path:
@@ -270,3 +279,63 @@ def _read_parts(path: Path) -> Iterator[bytes]:
     with path.open("rb", buffering=0) as file:
         while part := file.read(files.READ_BYTES):
             yield part
+
+
+_MIN_THREAD_BYTES = 1 << 16
+"""The smallest chunk for which hashing in a thread during the write is faster than hashing afterwards."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Blob:
+    """A stored file, by its SHA-256."""
+
+    digest: str
+    size_bytes: int
+
+
+class BlobWriter:
+    """A file that is hashed while it is written: this takes 0.7 of the time if a second core is free."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._digest = hashlib.sha256()
+        self._size_bytes = 0
+        self._writeback = files.Writeback()
+        self._hasher = ThreadPoolExecutor(1, "hash a blob")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hasher.shutdown()
+
+    def write(self, chunk: durable.Bytes) -> None:
+        """Append bytes. The caller may change them afterwards."""
+        size_bytes = memoryview(chunk).nbytes
+        if size_bytes < _MIN_THREAD_BYTES:
+            durable.write_all(self._descriptor, chunk)
+            self._digest.update(chunk)
+        else:
+            hashing = self._hasher.submit(self._digest.update, chunk)
+            try:
+                durable.write_all(self._descriptor, chunk)
+            finally:
+                hashing.result()
+        self._size_bytes += size_bytes
+        self._writeback.on_written(self._descriptor, self._size_bytes)
+
+    @property
+    def blob(self) -> Blob:
+        """The digest and size of the bytes written so far."""
+        return Blob(self._digest.hexdigest(), self._size_bytes)
+
+
+@contextlib.contextmanager
+def create_hashed(path: Path) -> Generator[BlobWriter]:
+    """Write a new file within the block. It is not synced."""
+    descriptor = durable.create(path)
+    try:
+        with BlobWriter(descriptor) as writer:
+            yield writer
+    finally:
+        os.close(descriptor)

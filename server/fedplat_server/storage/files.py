@@ -1,4 +1,8 @@
-"""Helpers for blobs and uploads: errors of the disk, early writeback, digests."""
+"""Helpers for blobs and uploads: errors of the disk, early writeback, digests, and files that are set aside.
+
+They may belong to a newer copy of the database, of which an older backup was restored. If the newer one is put back in
+time, the next start finds the files again.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,14 @@ import ctypes
 import errno
 import os
 import re
-from collections.abc import Callable, Generator
+import shutil
+import time
+from collections.abc import Callable, Collection, Generator
 from pathlib import Path
 
+from fedplat_server import logs
 from fedplat_server.errors import BlobError, BlobFullError
-from fedplat_server.instruments.full_writes import Place, note_full
+from fedplat_server.instruments import Place, note_full
 
 READ_BYTES = 1 << 20
 WRITEBACK_BYTES = 8 << 20
@@ -82,3 +89,62 @@ def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
 
 
 _sync_file_range = _find_sync_file_range()
+
+
+SET_ASIDE_FOLDER = "set-aside"
+BEGINNING_BYTES = 1 << 16
+"""The part of a file by which it is recognized."""
+SET_ASIDE_KEEP_S = 3 * 86_400.0
+"""The time after which a file that was set aside is removed. A long weekend is shorter."""
+
+
+def put_aside(path: Path, folder: Path) -> None:
+    """Move a file or folder into `folder/set-aside`, where its time begins now."""
+    aside = folder / SET_ASIDE_FOLDER
+    aside.mkdir(exist_ok=True)
+    target, number = aside / path.name, 0
+    while target.is_dir():
+        number += 1
+        target = aside / f"{path.name}.{number}"
+    os.utime(path)  # first: a crash in between costs nothing
+    os.replace(path, target)
+
+
+def expire_set_aside(folder: Path, remove: Callable[[Path], None] = Path.unlink) -> None:
+    """Remove what has been in `folder/set-aside` for `KEEP_S`. `remove` removes a file."""
+    until = time.time() - SET_ASIDE_KEEP_S
+    with translate_os_errors(f"removing old files in {folder / SET_ASIDE_FOLDER}"):
+        for path in list(folder.glob(f"{SET_ASIDE_FOLDER}/*")):
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_mtime <= until:
+                    shutil.rmtree(path) if path.is_dir() else remove(path)
+
+
+def clear_set_aside(
+    folder: Path, needed: Collection[str], known: Collection[str], is_own: Callable[[str], bool]
+) -> None:
+    """Remove the entries of a folder that are `known` but not `needed`, and set the unknown ones aside.
+
+    Entries whose names are not like those that fedplat makes (`is_own`) are left alone: they are the operator's.
+    """
+    num_aside = 0
+    for path in list(folder.iterdir()):
+        if path.name in needed or not is_own(path.name):
+            continue
+        if path.name in known:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        else:
+            put_aside(path, folder)
+            num_aside += 1
+    if num_aside:
+        warn_of_set_aside(folder / SET_ASIDE_FOLDER, num_aside)
+
+
+def warn_of_set_aside(where: object, num_files: int) -> None:
+    """Log that files were set aside, and for how long."""
+    logs.get().warning(
+        f"files that the database does not know were moved to {where}, "
+        f"and are removed in {SET_ASIDE_KEEP_S / 86_400:.0f} days: "
+        "if an older backup of the database was restored, put the newer one back before that",
+        files=num_files,
+    )

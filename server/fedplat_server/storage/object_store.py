@@ -11,21 +11,25 @@ import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Collection, Generator, Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import urlsplit
 
 from fedplat import durable
 from fedplat.extras import install_command
+from fedplat_server import logs
 from fedplat_server.errors import BlobError, BlobFullError, BlobMissingError, BlobUnavailableError, ConfigError
-from fedplat_server.instruments.full_writes import note_full
+from fedplat_server.instruments import note_full
 from fedplat_server.storage import files
 
 if TYPE_CHECKING:
     import obstore
+
 
 SCHEMES: Final = ("s3", "gs", "az")
 PART_BYTES = 8 << 20
@@ -311,3 +315,53 @@ def _find(pattern: re.Pattern[str], text: str) -> str:
 def _first_line(exc: Exception) -> str:
     """Return the first line of an error of obstore, without URLs: these may have signatures."""
     return _URL.sub("the store", str(exc).partition("\n")[0])[:300]
+
+
+_DIGEST = re.compile("([0-9a-f]{8})[0-9a-f]{56}")  # is abbreviated: names are longer than the reason
+
+
+class StoreProblem(NamedTuple):
+    """Why operations fail, how many have failed in a row, when the first and the last one did."""
+
+    text: str
+    num_failures: int
+    since_unix_s: float
+    last_unix_s: float
+
+
+class StoreHealth:
+    """The outcome of the operations on a store. It may be used from several threads.
+
+    `problem` is None after a success. The log gets the first failure and the first success after it.
+    """
+
+    def __init__(self, url: str, unix_s: Callable[[], float] = time.time) -> None:
+        self.url = url
+        self.problem: StoreProblem | None = None
+        self._unix_s = unix_s
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def watch(self) -> Generator[None]:
+        """Note whether the operation in the block succeeds."""
+        try:
+            yield
+        except BlobError as exc:
+            self._note_failure(_DIGEST.sub(r"\1...", str(exc)))
+            raise
+        self._note_success()
+
+    def _note_failure(self, text: str) -> None:
+        now = self._unix_s()
+        with self._lock:
+            before = self.problem
+            first, since = (1, now) if before is None else (before.num_failures + 1, before.since_unix_s)
+            self.problem = StoreProblem(text, first, since, now)
+        if before is None:
+            logs.get().error("the object store fails", store=self.url, error=text)
+
+    def _note_success(self) -> None:
+        with self._lock:
+            before, self.problem = self.problem, None
+        if before is not None:
+            logs.get().info("the object store works again", store=self.url, failures=before.num_failures)

@@ -19,9 +19,8 @@ from typing import NamedTuple
 
 from fedplat.rounds import Attempt, AttemptKey
 from fedplat_server.errors import UploadError
-from fedplat_server.storage import files, set_aside
-from fedplat_server.storage.spool_file import OpenUpload, SpoolFile
-from fedplat_server.storage.spool_names import name_attempt
+from fedplat_server.storage import files
+from fedplat_server.storage.spool_file import OpenUpload, SpoolFile, name_attempt
 
 
 class RelayedFile(NamedTuple):
@@ -54,11 +53,11 @@ class RelayStore:
         self._open = set(attempts)
         self.expire()
         with self._lock, files.translate_os_errors("clearing the relay", "updates"):
-            set_aside.clear(self.folder, {name_attempt(each) for each in attempts}, known, files.is_digest)
+            files.clear_set_aside(self.folder, {name_attempt(each) for each in attempts}, known, files.is_digest)
 
     def expire(self) -> None:
         """Remove the files that were set aside long enough ago."""
-        set_aside.expire(self.folder)
+        files.expire_set_aside(self.folder)
 
     def count_received(self, key: RelayedFile, digest: str) -> int:
         """Return how many bytes of a file were received, where its upload resumes."""

@@ -40,10 +40,16 @@ from fedplat.rounds import AssignmentId, AttemptKey, Change
 from fedplat.rounds.reporting import needs_update
 from fedplat_server import crash_points, logs
 from fedplat_server.errors import BlobError, UploadError
-from fedplat_server.storage import files, set_aside
+from fedplat_server.storage import files
 from fedplat_server.storage.spool_backend import FolderBackend, SpoolBackend
-from fedplat_server.storage.spool_file import MemoryFile, OpenUpload, SpoolFile
-from fedplat_server.storage.spool_names import name_attempt, name_update, path_of
+from fedplat_server.storage.spool_file import (
+    MemoryFile,
+    OpenUpload,
+    SpoolFile,
+    name_attempt,
+    name_update,
+    spool_path_of,
+)
 
 PREFETCH_THREADS = 4
 _P = ParamSpec("_P")
@@ -102,12 +108,12 @@ class Spool:
         Raises `BlobError`, of which `BlobUnavailableError` may end by itself.
         """
         self.expect(needed)
-        set_aside.expire(self.folder)
+        files.expire_set_aside(self.folder)
         names: dict[str, set[str]] = {}
         for each in needed:
             names.setdefault(name_attempt(each.attempt), set()).add(name_update(each))
         with self._lock, files.translate_os_errors("clearing the spool", "updates"), crash_points.step("spool.keep"):
-            set_aside.clear(self.folder, names, known, files.is_digest)
+            files.clear_set_aside(self.folder, names, known, files.is_digest)
             for name, updates in names.items():
                 if (self.folder / name).is_dir():
                     self._keep_files(self.folder / name, updates)
@@ -123,7 +129,7 @@ class Spool:
 
     def expire(self) -> None:
         """Remove the updates that were set aside long enough ago."""
-        set_aside.expire(self.folder)
+        files.expire_set_aside(self.folder)
         self._backend.expire()
 
     async def close(self) -> None:
@@ -318,7 +324,7 @@ class Spool:
             return
         self._remove(key)  # a part of an upload that began again, or another update that was never reported
         self._make_folder(self._folder(key.attempt))
-        file = self._files[key] = SpoolFile(path.rename(path_of(self.folder, key, digest)), digest)
+        file = self._files[key] = SpoolFile(path.rename(spool_path_of(self.folder, key, digest)), digest)
         file.durable = True
 
     def _prefetch(self) -> None:
@@ -340,7 +346,7 @@ class Spool:
     def _find(self, key: AssignmentId, digest: str) -> SpoolFile | None:
         with self._lock:
             file = self._files.get(key)
-            if file is None and files.is_digest(digest) and (path := path_of(self.folder, key, digest)).exists():
+            if file is None and files.is_digest(digest) and (path := spool_path_of(self.folder, key, digest)).exists():
                 file = self._files[key] = SpoolFile(path, digest)
             return file if file is not None and file.digest == digest else None
 
@@ -358,7 +364,7 @@ class Spool:
                 file = MemoryFile(digest)
             else:
                 self._make_folder(self._folder(key.attempt))
-                file = SpoolFile(path_of(self.folder, key, digest), digest)
+                file = SpoolFile(spool_path_of(self.folder, key, digest), digest)
             self._files[key] = file
             return file
 

@@ -33,11 +33,10 @@ from fedplat import durable
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat_server import crash_points, logs
 from fedplat_server.errors import BlobError, BlobFullError, BlobUnavailableError, SpoolError
-from fedplat_server.storage import files, ownership, set_aside
-from fedplat_server.storage.object_store import PART_BYTES, ObjectStore, RequestLimits
+from fedplat_server.storage import files, ownership
+from fedplat_server.storage.object_store import PART_BYTES, ObjectStore, RequestLimits, StoreHealth
 from fedplat_server.storage.ownership import Contents, Owner
-from fedplat_server.storage.spool_names import name_attempt, name_update
-from fedplat_server.storage.store_health import StoreHealth
+from fedplat_server.storage.spool_file import name_attempt, name_update
 
 THREADS = 32
 """Reports that wait for the store at the same time. They have their own threads: a slow store must not stop others."""
@@ -50,7 +49,7 @@ DELETE_BATCH = 1000
 MAX_DELETIONS = 100_000
 """Deletions that wait for a store that refuses them. The next start finds the objects of the others."""
 FOLDER = "spool"
-ASIDE = f"{set_aside.FOLDER}/{FOLDER}"
+ASIDE = f"{files.SET_ASIDE_FOLDER}/{FOLDER}"
 _NAME = re.compile(FOLDER + r"/term-([0-9]{1,18})/([0-9a-f]{64})/([0-9a-f]{64})-([0-9a-f]{64})")
 
 
@@ -245,7 +244,7 @@ class ObjectBackend(SpoolBackend):
 
     @override
     def expire(self) -> None:
-        self._store.expire(ASIDE, set_aside.KEEP_S)
+        self._store.expire(ASIDE, files.SET_ASIDE_KEEP_S)
 
     @override
     def keep(self, needed: Sequence[AssignmentId], known: Collection[str]) -> Sequence[tuple[AssignmentId, str]]:
@@ -262,11 +261,11 @@ class ObjectBackend(SpoolBackend):
                 elif name.term <= self._term and name.attempt in known:
                     needless.append(name)
                 elif name.term <= self._term:
-                    self._store.copy(str(name), f"{set_aside.FOLDER}/{name}")
+                    self._store.copy(str(name), f"{files.SET_ASIDE_FOLDER}/{name}")
                     needless.append(name)
                     num_aside += 1
         if num_aside:
-            set_aside.warn(f"{self._store.url}/{ASIDE}", num_aside)
+            files.warn_of_set_aside(f"{self._store.url}/{ASIDE}", num_aside)
         self._deletions.extend(needless)
         self._delete_pending()
         logs.get().info(

@@ -1,4 +1,4 @@
-"""Files of the spool, on the disk or in memory, which grow until their bytes have the declared digest."""
+"""Files of the spool and their names: on the disk or in memory, growing until their bytes have the declared digest."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing_extensions import override
 
 from fedplat import durable
+from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat_server import crash_points
 from fedplat_server.errors import UploadError
 from fedplat_server.storage import files
@@ -161,3 +162,22 @@ class OpenUpload:
         if self._writers.get(self._file) is self:
             del self._writers[self._file]
             os.close(self._descriptor)
+
+
+def spool_path_of(folder: Path, key: AssignmentId, digest: str) -> Path:
+    """Return the path of an update in a spool's folder."""
+    return folder / name_attempt(key.attempt) / f"{name_update(key)}-{digest}"
+
+
+def name_attempt(attempt: AttemptKey) -> str:
+    """Return the name of an attempt's folder."""
+    return _hash(attempt)
+
+
+def name_update(key: AssignmentId) -> str:
+    """Return the beginning of the name of an update's file, which its digest follows."""
+    return _hash((*key.attempt, key.client_id))
+
+
+def _hash(names: tuple[object, ...]) -> str:
+    return hashlib.sha256("\n".join(map(str, names)).encode()).hexdigest()

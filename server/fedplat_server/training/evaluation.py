@@ -33,7 +33,7 @@ from fedplat_server import logs, retries
 from fedplat_server.child_environment import child_environment
 from fedplat_server.errors import BlobError, StoreError, StoreUnavailableError
 from fedplat_server.storage.blobs import BlobStore
-from fedplat_server.workers.messages import EvaluateReply
+from fedplat_server.workers.task_inputs import EvaluateReply
 
 Note = Callable[[str, int, Mapping[str, float]], Awaitable[None]]
 Score = Callable[[str, Path, JobSpec], Awaitable[EvaluateReply]]

@@ -37,11 +37,11 @@ from fedplat_server.errors import (
     PoolWorkError,
     is_lasting,
 )
-from fedplat_server.storage import files, set_aside
+from fedplat_server.storage import files
 from fedplat_server.storage.blobs import Blob, BlobStore
 from fedplat_server.workers.client import RunningTask, WorkerPool
 from fedplat_server.workers.local_rank import LocalRank
-from fedplat_server.workers.messages import (
+from fedplat_server.workers.task_inputs import (
     EvaluateReply,
     EvaluateRequest,
     TeacherModels,
@@ -125,11 +125,11 @@ class ServerTraining:
         self.expire()
         if folder.is_dir():
             with files.translate_os_errors("clearing the checkpoints"):
-                set_aside.clear(folder, jobs, known, lambda name: name != set_aside.FOLDER)
+                files.clear_set_aside(folder, jobs, known, lambda name: name != files.SET_ASIDE_FOLDER)
 
     def expire(self) -> None:
         """Remove the checkpoints that were set aside long enough ago. Blocks."""
-        set_aside.expire(self._data_dir / "warm_start")
+        files.expire_set_aside(self._data_dir / "warm_start")
 
     async def close(self) -> None:
         """Cancel all tasks, and end the daemon's own ranks."""

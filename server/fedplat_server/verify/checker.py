@@ -11,8 +11,8 @@ from fedplat.rounds.invariants import attempts
 from fedplat.rounds.invariants.records import Location, StoredAttempt, StoredJob, StrayHistory
 from fedplat.rounds.states import ENDED_JOBS
 from fedplat_server.storage.blob_stores import BlobPlace
-from fedplat_server.verify import checks, files, inspection, spool
-from fedplat_server.verify.records import AuditPart, Finding, Report, Unit
+from fedplat_server.verify import checks, files, inspection
+from fedplat_server.verify.checks import AuditPart, Finding, Report, Unit
 
 _REMOVED = {
     False: "the next start of the daemon removes them, or sets them aside if the database never had them",
@@ -39,12 +39,12 @@ async def verify(
     store, or "" for the default folder. `progress` is called from a thread. Raises the errors of `open_store` if the
     database cannot be read, and `BlobError` if the blobs or the updates cannot be listed.
     """
-    place, updates = blobs or BlobPlace(data_dir), spool.open_place(data_dir, uploads)
+    place, updates = blobs or BlobPlace(data_dir), files.open_place(data_dir, uploads)
     stored = files.stored_blobs(place)
     # First, so that the files of a version that a running daemon commits meanwhile are not reported as orphans.
     folder = await asyncio.to_thread(stored.list)
     await asyncio.to_thread(updates.list_updates)
-    report, needed, spooled = Report(), dict[str, files.ReferencedFiles](), spool.ExpectedUpdates()
+    report, needed, spooled = Report(), dict[str, files.ReferencedFiles](), files.ExpectedUpdates()
     num_overdue = 0
     now = time.time()
     async with inspection.snapshot(database) as connection:
@@ -90,12 +90,12 @@ async def _check_blobs(
     return [finding for digest, finding in findings.items() if digest in still_needed]
 
 
-async def _check_updates(database: str, place: spool.SpoolPlace, spooled: spool.ExpectedUpdates) -> list[Finding]:
+async def _check_updates(database: str, place: files.SpoolPlace, spooled: files.ExpectedUpdates) -> list[Finding]:
     findings = await asyncio.to_thread(lambda: dict(place.check(spooled.reported)))
     if not findings:
         return []
     # A running daemon may have merged and removed the updates meanwhile.
-    still_spooled = spool.ExpectedUpdates()
+    still_spooled = files.ExpectedUpdates()
     async with inspection.snapshot(database) as connection:
         async for unit in inspection.units(connection):
             still_spooled.add(unit)

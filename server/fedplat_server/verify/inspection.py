@@ -33,7 +33,7 @@ from fedplat_server.database.job_files import JobFileReader
 from fedplat_server.database.writes import ParticipationLimits
 from fedplat_server.errors import StoreError
 from fedplat_server.records.audit import AuditHead, AuditRow, head_after
-from fedplat_server.verify.records import AuditEnd, AuditPart, Unit
+from fedplat_server.verify.checks import AuditEnd, AuditPart, Unit
 
 _Record = TypeVar("_Record")
 _files = JobFileReader()  # imports no plugins: their options are not checked

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
 
 from fedplat_server.errors import ConfigError
-from fedplat_server.records.webhooks import MAX_WEBHOOKS
+from fedplat_server.records.events import MAX_WEBHOOKS
 
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network

@@ -23,9 +23,8 @@ from fedplat.pytorch.distributed import Backend, Ranks, find_rank, join_group, m
 from fedplat_server import logs
 from fedplat_server.workers import encryption, protocol
 from fedplat_server.workers.broadcast import Broadcast, LostRankError, TaskEvent
-from fedplat_server.workers.coroutine import Pause, ThreadCoroutine
 from fedplat_server.workers.listener import Rank0Listener
-from fedplat_server.workers.scheduler import TurnScheduler
+from fedplat_server.workers.scheduler import Pause, ThreadCoroutine, TurnScheduler
 from fedplat_server.workers.tasks import TASKS
 
 _REPORT_S = 2.0

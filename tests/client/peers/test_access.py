@@ -18,11 +18,10 @@ from fedplat_client import (
     ServerUnavailableError,
     transport,
 )
-from fedplat_client._auth import peer_access
+from fedplat_client._auth import mtls
 from fedplat_client._auth.authenticator import SignedAccess
-from fedplat_client._auth.peer_access import PeerAccess, PeerCredentials
-from fedplat_client._state.data_dir import DataDirectory, Identity
-from fedplat_client._state.keys import SigningKey, new_signing_key
+from fedplat_client._auth.mtls import PeerAccess, PeerCredentials
+from fedplat_client._state.data_dir import DataDirectory, Identity, SigningKey, new_signing_key
 from fedplat_client.cancellation import StopSignal
 from fedplat_client.cli import main
 from fedplat_client.transport import connect
@@ -52,7 +51,7 @@ class Issuer:
 @pytest.fixture
 def issuer(monkeypatch: pytest.MonkeyPatch) -> Issuer:
     made = Issuer()
-    monkeypatch.setattr(peer_access, "request_certificate", made.request)
+    monkeypatch.setattr(mtls, "request_certificate", made.request)
     return made
 
 

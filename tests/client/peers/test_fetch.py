@@ -20,7 +20,7 @@ from fedplat_client._work.peers.fetch import PeerFetcher, PeerFile, fetch_chunk
 from fedplat_client._work.peers.listener import ListenerLimits, PeerListener
 from fedplat_client.cancellation import Stop
 from fedplat_client.errors import Cancelled, PeerError
-from fedplat_server.auth.ca import Authority
+from fedplat_server.auth.pki_folder import Authority
 from fedplat_server.auth.tls import utc_now
 from support.peers import Silos, client_id, credentials_of, silos_in
 from support.polling import until

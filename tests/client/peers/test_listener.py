@@ -16,10 +16,10 @@ import pytest
 
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc
 from fedplat_client import ListenerError
-from fedplat_client._auth.peer_access import PeerCredentials
+from fedplat_client._auth.mtls import PeerCredentials
 from fedplat_client._work.peers.listener import ListenerLimits, PeerListener, utc_now
 from fedplat_client.transport import connect
-from fedplat_server.auth.ca import Authority
+from fedplat_server.auth.pki_folder import Authority
 from support.mtls import DAY, signed_by
 from support.peers import Silos, client_id, credentials_of, refusal, silos_in
 from support.polling import until

@@ -11,7 +11,7 @@ import pytest
 from fedplat.errors import SecureAggregationError
 from fedplat.secure_aggregation.primitives import KeyPair
 from fedplat.secure_aggregation.relay import RelayExchange, RelayLink, RelayMember
-from fedplat_client._state.keys import SigningKey, new_signing_key
+from fedplat_client._state.data_dir import SigningKey, new_signing_key
 from fedplat_client._work.peers.relay import open_file, seal_file
 from support.secure_group import random_of
 

@@ -11,11 +11,11 @@ import pytest
 
 from fedplat.wire.v1 import model_pb2
 from fedplat_client._protocols.gossip.network import ByteCounter, ChunkName, RemoteFile
-from fedplat_client._state.keys import SigningKey, new_signing_key
+from fedplat_client._state.data_dir import SigningKey, new_signing_key
 from fedplat_client.cancellation import Stop
 from fedplat_client.errors import Cancelled, PeerError
 from fedplat_client.task import Control
-from fedplat_server.auth.ca import Authority
+from fedplat_server.auth.pki_folder import Authority
 from fedplat_server.auth.tls import utc_now
 from support.peers import credentials_of
 from support.polling import until

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedplat_server import metrics
-from fedplat_server.instruments.catalogue import METRICS
+from fedplat_server.instruments import METRICS
 from support.boards import BOARD, expressions, panels
 from support.commands import here
 

@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from fedplat_server import metrics
-from fedplat_server.instruments import Instruments
-from fedplat_server.instruments.catalogue import METRICS
+from fedplat_server.instruments import METRICS, Instruments
 from fedplat_server.metrics import reference
 from fedplat_server.metrics.collector import DaemonCollector
 from fedplat_server.metrics.job_series import JobSeriesTable

@@ -8,7 +8,7 @@ from typing import Any
 from fedplat.rounds.events import AssignmentFailed, JobAction, OperatorCommand, TimerFired
 from fedplat.rounds.states import Reason
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
-from fedplat_server.instruments.labels import MAX_JOBS, OTHER, method_label
+from fedplat_server.instruments import MAX_JOBS, OTHER_LABEL, method_label
 from fedplat_server.metrics.job_series import LINGER_S, MAX_METRICS, JobSeriesTable
 from fedplat_server.records.audit import AuditAction
 from support.rounds.driver import make_client, make_job, make_spec
@@ -171,8 +171,8 @@ def test_jobs_beyond_the_limit_share_a_label() -> None:
         stage.play_round(f"j{i}")
     samples = stage.scrape()
     assert len(samples.label_values("job_id")) == MAX_JOBS + 1
-    assert samples.value("fedplat_assignments_total", job_id=OTHER, outcome="merged") == 5
-    assert samples.values("fedplat_job_round", job_id=OTHER) == []
+    assert samples.value("fedplat_assignments_total", job_id=OTHER_LABEL, outcome="merged") == 5
+    assert samples.values("fedplat_job_round", job_id=OTHER_LABEL) == []
     # When another job has ended, those keep the label that their counters have, and a new job gets its own.
     stage.do(OperatorCommand("j0", JobAction.CANCEL))
     stage.now += LINGER_S + 1.0
@@ -181,7 +181,7 @@ def test_jobs_beyond_the_limit_share_a_label() -> None:
     stage.play_round(f"j{MAX_JOBS}")
     start(stage, "new", "p0")
     samples = stage.scrape()
-    assert samples.value("fedplat_assignments_total", job_id=OTHER, outcome="merged") == 6
+    assert samples.value("fedplat_assignments_total", job_id=OTHER_LABEL, outcome="merged") == 6
     assert "new" in samples.label_values("job_id")
 
 
@@ -191,7 +191,7 @@ def test_populations_beyond_the_limit_share_a_label() -> None:
         check_in(stage, f"p{i:02}", 2)
     waiting = stage.scrape().by("population", "fedplat_clients", state="waiting")
     assert len(waiting) == 51
-    assert waiting[OTHER] == 10
+    assert waiting[OTHER_LABEL] == 10
 
 
 def test_twenty_jobs_and_ten_thousand_clients_have_few_series() -> None:
@@ -227,7 +227,7 @@ def record_calls(stage: Stage) -> None:
         for service in module.DESCRIPTOR.services_by_name.values():
             for method in service.methods:
                 duration, label = stage.instruments.call_duration, method_label(f"/{service.full_name}/{method.name}")
-                assert label != OTHER
+                assert label != OTHER_LABEL
                 duration.labels(label, "OK").observe(0.1)
                 if service.name == "Fleet":
                     duration.labels(label, "UNAUTHENTICATED").observe(0.1)

@@ -12,7 +12,7 @@ import yaml
 from fedplat.cli.app import app
 from fedplat_server import metrics
 from fedplat_server.cli.commands import app as server
-from fedplat_server.instruments.catalogue import METRICS
+from fedplat_server.instruments import METRICS
 from support.cli.runner import CliRunner
 from support.scrapes import promtool
 

@@ -13,16 +13,17 @@ from fedplat_server.database.ledger import Budget
 from fedplat_server.database.store import Store, open_store
 from fedplat_server.errors import WebhookError
 from fedplat_server.records.audit import AuditAction, AuditEntry
-from fedplat_server.records.events import EventRow, EventType
-from fedplat_server.records.operators import OperatorRecord, Role
-from fedplat_server.records.webhooks import (
+from fedplat_server.records.events import (
     MAX_WEBHOOKS,
     DeliveryState,
+    EventRow,
+    EventType,
     SendResult,
     WebhookRecord,
     after_attempt,
     new_secret,
 )
+from fedplat_server.records.operators import OperatorRecord, Role
 from support.store.driver import Driver, Ticks, eventful
 
 FAILURE = SendResult(False, "503")

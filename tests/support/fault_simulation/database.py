@@ -20,6 +20,7 @@ from greenlet import getcurrent
 from sqlalchemy import event, exc
 from typing_extensions import override
 
+from fedplat_server import leadership
 from fedplat_server.database import drivers, engine, sql_leases
 from fedplat_server.database.drivers import ThreadedSqlite
 from fedplat_server.database.engine import WRITES, async_url, create_blocking_engine, translate_errors
@@ -27,7 +28,6 @@ from fedplat_server.database.sql_leases import LeaseStore
 from fedplat_server.database.store import Store
 from fedplat_server.database.tables import leases
 from fedplat_server.errors import StoreUnavailableError
-from fedplat_server.leadership import election
 from support.fault_simulation.virtual import PROCESS, SimulatedProcess, VirtualLoop
 
 _T = TypeVar("_T")
@@ -54,7 +54,7 @@ class DatabaseServer:
         drivers.create_blocking_engine = self._create_engine
         ThreadedSqlite._write = functools.partialmethod(_write, self)  # pyright: ignore
         ThreadedSqlite._read = functools.partialmethod(_read, self, ThreadedSqlite._read)  # pyright: ignore
-        election.open_leases = self._open_leases
+        leadership.open_leases = self._open_leases
         fence = Store.fence
 
         async def note_and_fence(store: Store, term: int) -> None:

@@ -14,7 +14,7 @@ import grpc
 from fedplat.wire import pieces
 from fedplat.wire.v1 import model_pb2, peer_pb2
 from fedplat_client import transport
-from fedplat_client._auth.peer_access import PeerCredentials
+from fedplat_client._auth.mtls import PeerCredentials
 from fedplat_client._state.model_cache import ModelCache, PartialDownload
 from fedplat_client.backoff import Backoff
 from fedplat_client.cancellation import StopSignal

@@ -29,7 +29,7 @@ from fedplat import wire
 from fedplat.wire import auth, pieces
 from fedplat.wire.v1 import peer_pb2
 from fedplat_client import transport
-from fedplat_client._auth.peer_access import PeerCredentials
+from fedplat_client._auth.mtls import PeerCredentials
 from fedplat_client.errors import ListenerError
 
 Context: TypeAlias = Any  # grpc.ServicerContext, of which the stubs lack `cancel`

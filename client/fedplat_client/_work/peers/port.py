@@ -9,7 +9,7 @@ from fedplat_client.cancellation import StopSignal
 from fedplat_client.errors import CallError, PeerError
 
 if TYPE_CHECKING:  # most clients have neither
-    from fedplat_client._auth.peer_access import PeerAccess, PeerCredentials
+    from fedplat_client._auth.mtls import PeerAccess, PeerCredentials
     from fedplat_client._work.peers.listener import PeerListener
 
 

@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from fedplat import wire
 from fedplat.wire import auth, proxies
-from fedplat_server.auth import forwarding
-from fedplat_server.auth.forwarding import ForwardedCall
+from fedplat_server.auth import addresses
+from fedplat_server.auth.addresses import ForwardedCall
 from fedplat_server.config import TlsFiles
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import memory
@@ -116,10 +116,10 @@ class Gateway(Route):
 
         async def call(requests: AsyncIterator[bytes], context: Context) -> AsyncGenerator[bytes]:
             metadata = context.invocation_metadata() or ()
-            if forwarding.is_marked(metadata):  # another gateway takes this daemon for the leader
+            if addresses.is_forwarded(metadata):  # another gateway takes this daemon for the leader
                 raise RefusedError(Code.NO_LEADER)
             origin = ForwardedCall(self._name, self._client_of(context), context.peer())
-            marked = forwarding.add_to_metadata(metadata, self.lease.secret, origin)
+            marked = addresses.add_forwarding(metadata, self.lease.secret, origin)
             admitted = asyncio.Event()
             async with contextlib.AsyncExitStack() as stack:
                 await stack.enter_async_context(_translate_status(context))

@@ -24,7 +24,7 @@ from fedplat.model import Parameters, Vector, is_finite
 from fedplat.pytorch import server
 from fedplat.pytorch.distributed import STEP_BYTES, Ranks, work_in_steps
 from fedplat.pytorch.server.trainer import make_on_all_ranks
-from fedplat_server.workers.messages import (
+from fedplat_server.workers.task_inputs import (
     EvaluateReply,
     EvaluateRequest,
     TeacherModels,

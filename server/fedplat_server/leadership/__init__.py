@@ -1,1 +1,0 @@
-"""Leader election among the daemons of one database."""
