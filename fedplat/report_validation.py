@@ -24,8 +24,8 @@ from fedplat.flower import layout
 from fedplat.model import Blocks, ModelFile, Parameters, Schema, is_finite
 from fedplat.model.file import header_size, read_layout
 from fedplat.model.values import FlatModel
+from fedplat.rounds.commands import ACCEPTED, Verdict
 from fedplat.rounds.states import Reason
-from fedplat.rounds.transition import ACCEPTED, Verdict
 from fedplat.secure_aggregation import encoding
 from fedplat.secure_aggregation.setup import Setup
 

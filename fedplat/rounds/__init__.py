@@ -10,11 +10,11 @@ fleet).
 """
 
 from fedplat.rounds.changes import Change, HistoryRow, difference
+from fedplat.rounds.closing import rebuild_attempt, verdict_on_report
+from fedplat.rounds.commands import Context, Verdict
 from fedplat.rounds.coordinator import Coordinator, Proposal
 from fedplat.rounds.participation import Participation, ParticipationHistory, participations_of, rounds_to_recall
 from fedplat.rounds.records import Assignment, AssignmentId, AssignmentSet, Attempt, AttemptKey, JobState, ModelVersion
-from fedplat.rounds.reporting import rebuild_attempt, verdict_on_report
-from fedplat.rounds.transition import Context, Verdict
 
 __all__ = [
     "Assignment",

@@ -10,9 +10,8 @@ from collections.abc import Iterable
 
 from msgspec import structs
 
-from fedplat.rounds import assignments, closing, influence, pacing, privacy_rules, reporting, selection
-from fedplat.rounds.commands import Assign, Command
-from fedplat.rounds.disclosure import disclosure_of
+from fedplat.rounds import closing, commands, influence, pacing, privacy_rules, selection
+from fedplat.rounds.commands import ACCEPTED, Assign, Command, Context, Transition, Verdict
 from fedplat.rounds.events import (
     AggregationFailed,
     AssignmentFailed,
@@ -24,6 +23,7 @@ from fedplat.rounds.events import (
     UpdateReported,
     UploadStarted,
 )
+from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat.rounds.protocols.base import list_protocols, protocol_of, training_of
 from fedplat.rounds.records import NO_FUTILE, Assignment, Attempt, AttemptKey, JobState
 from fedplat.rounds.states import (
@@ -37,7 +37,6 @@ from fedplat.rounds.states import (
     Reason,
     require,
 )
-from fedplat.rounds.transition import ACCEPTED, Context, Transition, Verdict
 
 
 def begin_next(job: JobState, context: Context) -> Transition | None:
@@ -189,7 +188,7 @@ def issue_again(
     secret, token_hash = context.new_token()
     key, client_id, kind, base = assignment.key, assignment.client_id, assignment.kind, assignment.base_version
     again = Assign(key, client_id, kind, base, secret, training_s, upload_s)
-    return Transition(assignments.put(job, structs.replace(assignment, token_hash=token_hash)), (again,))
+    return Transition(commands.put_assignment(job, structs.replace(assignment, token_hash=token_hash)), (again,))
 
 
 # --- reporting ---------------------------------------------------------------------------------------------
@@ -199,7 +198,7 @@ def on_upload_started(job: JobState, event: UploadStarted, context: Context) -> 
     """Begin the upload of an update, for which the client has more time."""
     assignment = job.find(event.key, event.client_id)
     if assignment is None or not assignment.is_busy:
-        return Transition(job, verdict=reporting.verdict_on_ended(assignment))
+        return Transition(job, verdict=closing.verdict_on_ended(assignment))
     if not (verdict := protocol_of(job, assignment.kind).judge_upload(job, assignment)).accepted:
         return Transition(job, verdict=verdict)
     if assignment.state is AssignmentState.UPLOADING:
@@ -209,14 +208,14 @@ def on_upload_started(job: JobState, event: UploadStarted, context: Context) -> 
         state=require(ASSIGNMENT_TRANSITIONS, assignment.state, AssignmentState.UPLOADING),
         deadline_at=context.now + job.spec.deadlines.upload_s,
     )
-    return Transition(assignments.put(job, uploading))
+    return Transition(commands.put_assignment(job, uploading))
 
 
 def on_reported(job: JobState, event: UpdateReported, context: Context) -> Transition:
     """Take the report of a client that is working."""
     assignment = job.find(event.key, event.client_id)
     if assignment is None or not assignment.is_busy:
-        return Transition(job, verdict=reporting.verdict_on_report(assignment, event.digest))
+        return Transition(job, verdict=closing.verdict_on_report(assignment, event.digest))
     return protocol_of(job, assignment.kind).on_reported(job, assignment, event, context)
 
 
@@ -240,14 +239,16 @@ def take_report(job: JobState, assignment: Assignment, event: UpdateReported, co
     if not verdict.accepted:
         return _reject(job, structs.replace(assignment, norm=reported.norm), verdict, context)
     if protocol.folds and not is_measured:
-        job = reporting.measure_duration(job, assignment, context)
-    if not reporting.is_in_attempt(job, assignment):
-        return Transition(reporting.hold_report(job, reported))
-    accepted = reporting.accept_report(job, attempt, reported, attempt.next_report)
-    after = closing.close_if_due(assignments.put(job, accepted), reporting.fold_commands(attempt, [accepted]), context)
+        job = closing.measure_duration(job, assignment, context)
+    if not closing.is_in_attempt(job, assignment):
+        return Transition(closing.hold_report(job, reported))
+    accepted = closing.accept_report(job, attempt, reported, attempt.next_report)
+    after = closing.close_if_due(
+        commands.put_assignment(job, accepted), closing.fold_commands(attempt, [accepted]), context
+    )
     if (now := after.job.find(assignment.key, assignment.client_id)) is not None and now.reason is not None:
         return structs.replace(
-            after, verdict=reporting.verdict_on_ended(now)
+            after, verdict=closing.verdict_on_ended(now)
         )  # its report closed the attempt, as an outlier
     return after
 
@@ -262,14 +263,14 @@ def judge_claim(
 
 def _reject(job: JobState, assignment: Assignment, verdict: Verdict, context: Context) -> Transition:
     assert verdict.reason is not None
-    rejected = assignments.end(assignment, AssignmentState.REJECTED, verdict.reason, verdict.text)
-    after = assignments.put(job, rejected)
+    rejected = commands.end_assignment(assignment, AssignmentState.REJECTED, verdict.reason, verdict.text)
+    after = commands.put_assignment(job, rejected)
     return structs.replace(go_on(after, assignment, context), verdict=verdict)
 
 
 def go_on(job: JobState, ended: Assignment, context: Context) -> Transition:
     """Close the attempt if it waited only for an assignment that has ended."""
-    return closing.close_if_due(job, (), context) if reporting.is_in_attempt(job, ended) else Transition(job)
+    return closing.close_if_due(job, (), context) if closing.is_in_attempt(job, ended) else Transition(job)
 
 
 def on_rejected(job: JobState, event: UpdateRejected, context: Context) -> Transition:
@@ -298,8 +299,8 @@ def _end_one(
     assignment = job.find(event.key, event.client_id)
     if assignment is None or not assignment.is_busy:
         same = assignment is not None and (assignment.state, assignment.reason) == (state, event.reason)
-        return Transition(job, verdict=ACCEPTED if same else reporting.verdict_on_ended(assignment))
-    after = assignments.put(job, assignments.end(assignment, state, event.reason, event.text))
+        return Transition(job, verdict=ACCEPTED if same else closing.verdict_on_ended(assignment))
+    after = commands.put_assignment(job, commands.end_assignment(assignment, state, event.reason, event.text))
     return protocol_of(job, assignment.kind).on_ended(after, assignment, context)
 
 
@@ -313,7 +314,7 @@ def on_aggregated(job: JobState, event: AttemptAggregated, context: Context) -> 
         return Transition(job, verdict=Verdict(Reason.STALE))
     assert event.version.version == attempt.base_version + 1
     refused = [
-        assignments.end(each, AssignmentState.REJECTED, Reason.REJECTED_SCHEMA, event.refused[each.client_id])
+        commands.end_assignment(each, AssignmentState.REJECTED, Reason.REJECTED_SCHEMA, event.refused[each.client_id])
         for each in attempt.reported
         if each.client_id in event.refused
     ]

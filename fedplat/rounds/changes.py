@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from fedplat.rounds.disclosure import disclosure_of
 from fedplat.rounds.persistent_map import to_persistent
+from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat.rounds.protocols.base import protocol_of
 from fedplat.rounds.records import Assignment, AssignmentId, Attempt, AttemptKey, JobState, ModelVersion
 

@@ -1,4 +1,4 @@
-"""The end of attempts: closed at their goal, committed, abandoned, or failed and retried. Pure functions."""
+"""How an attempt waits for clients, accepts reports, and ends: closed, committed or failed. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,15 +9,27 @@ from typing import TypeVar
 
 from msgspec import structs
 
-from fedplat.rounds import assignments, futility, influence, pacing, reporting
-from fedplat.rounds.commands import Abandon, Abort, Command, Commit, Restart
-from fedplat.rounds.disclosure import disclosure_of
+from fedplat.rounds import commands, futility, influence, pacing
+from fedplat.rounds.commands import (
+    ACCEPTED,
+    Abandon,
+    Abort,
+    Command,
+    Commit,
+    Context,
+    Fold,
+    Restart,
+    Transition,
+    Verdict,
+)
+from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat.rounds.protocols.base import Ending, protocol_of
-from fedplat.rounds.records import Assignment, AssignmentSet, Attempt, JobState
+from fedplat.rounds.records import Assignment, AssignmentSet, Attempt, JobState, make_assignment_set
 from fedplat.rounds.states import (
     ASSIGNMENT_TRANSITIONS,
     ATTEMPT_TRANSITIONS,
     ENDED_JOBS,
+    HAVE_UPDATES,
     JOB_TRANSITIONS,
     WORKING_PHASES,
     AssignmentState,
@@ -26,7 +38,6 @@ from fedplat.rounds.states import (
     Reason,
     require,
 )
-from fedplat.rounds.transition import Context, Transition
 from fedplat.texts import format_count
 
 MAX_METRICS = 64
@@ -53,7 +64,7 @@ def close_if_due(job: JobState, commands: tuple[Command, ...], context: Context)
         case Ending.WAIT:
             return Transition(job, commands)
         case Ending.WAIT_FOR_CLIENTS:
-            return Transition(reporting.await_clients(job, context), commands)
+            return Transition(await_clients(job, context), commands)
         case Ending.FAIL:
             return _fail_for_few(job, commands, context)
         case Ending.CLOSE:
@@ -81,7 +92,7 @@ def close(job: JobState, commands: tuple[Command, ...], context: Context) -> Tra
         weighed = []  # the weights are within tolerance: only the median has moved since they were set
     if folds and (weighed or influence.has_dropped_folds(attempt)):
         attempt = attempt.with_assignments(weighed)
-        commands += (Restart(attempt.key), *reporting.fold_commands(attempt, attempt.reported))
+        commands += (Restart(attempt.key), *fold_commands(attempt, attempt.reported))
     return begin_commit(job, attempt.with_assignments(weighed), commands)
 
 
@@ -101,8 +112,8 @@ def begin_commit(job: JobState, attempt: Attempt, commands: tuple[Command, ...])
 
 def release_surplus(job: JobState, attempt: Attempt) -> tuple[JobState, Attempt, tuple[Command, ...]]:
     """Stop the clients of an attempt that are busy: it has enough reports."""
-    surplus = [assignments.end(each, AssignmentState.SURPLUS, Reason.SURPLUS) for each in attempt.busy]
-    return job, attempt.with_assignments(surplus), assignments.abort_commands(surplus)
+    surplus = [commands.end_assignment(each, AssignmentState.SURPLUS, Reason.SURPLUS) for each in attempt.busy]
+    return job, attempt.with_assignments(surplus), commands.abort_commands(surplus)
 
 
 def close_without_clients(job: JobState, context: Context) -> Transition:
@@ -161,10 +172,10 @@ def _end_late(group: _Set, now: float, idle: AssignmentState | None = None) -> t
         if assignment.state is idle:
             continue
         if assignment.deadline_at <= now:
-            late.append(assignments.end(assignment, AssignmentState.LATE, _TIMEOUTS[assignment.state]))
+            late.append(commands.end_assignment(assignment, AssignmentState.LATE, _TIMEOUTS[assignment.state]))
         elif next_deadline is None or assignment.deadline_at < next_deadline:
             next_deadline = assignment.deadline_at
-    return structs.replace(group.with_assignments(late), next_deadline=next_deadline), assignments.abort_commands(late)
+    return structs.replace(group.with_assignments(late), next_deadline=next_deadline), commands.abort_commands(late)
 
 
 def commit(job: JobState, attempt: Attempt, context: Context, metrics: Mapping[str, float] | None = None) -> JobState:
@@ -212,12 +223,12 @@ def average_metrics(merged: Iterable[Assignment]) -> dict[str, float]:
 
 def withdraw(job: JobState, revoked: Assignment, context: Context) -> Transition:
     """Drop the report of a revoked client. A report that is already part of a version stays in that version."""
-    attempt, dropped = job.open_attempt, assignments.end(revoked, AssignmentState.DROPPED, Reason.REVOKED)
+    attempt, dropped = job.open_attempt, commands.end_assignment(revoked, AssignmentState.DROPPED, Reason.REVOKED)
     if attempt is None or attempt.find(revoked.key, revoked.client_id) is None:
-        return Transition(assignments.put(job, dropped))
+        return Transition(commands.put_assignment(job, dropped))
     if attempt.phase is not AttemptPhase.COLLECTING:
         return Transition(job)
-    job = assignments.put(job, dropped)
+    job = commands.put_assignment(job, dropped)
     if protocol_of(job, attempt.kind).folds and not influence.keeps_updates(job.spec):
         text = f"{revoked.client_id} was revoked; an update in memory cannot be removed from the sum"
         return fail_attempt(job, text, context)
@@ -279,7 +290,7 @@ def drop_carried_over(job: JobState, reason: Reason) -> tuple[JobState, tuple[Co
 
 def _drop_open(group: AssignmentSet, reason: Reason) -> tuple[list[Assignment], tuple[Command, ...]]:
     still_open = [each for each in group.assignments.values() if each.is_open]
-    dropped = [assignments.end(each, AssignmentState.DROPPED, reason) for each in still_open]
+    dropped = [commands.end_assignment(each, AssignmentState.DROPPED, reason) for each in still_open]
     return dropped, tuple(Abort(each.key, each.client_id, reason) for each in still_open if each.is_busy)
 
 
@@ -292,3 +303,95 @@ def set_status(job: JobState, status: JobStatus, reason: str) -> JobState:
 def describe_counts(attempt: Attempt) -> str:
     """Return how many assignments of an attempt are in each state."""
     return ", ".join(f"{count} {state.lower()}" for state, count in sorted(attempt.counts.items()) if count)
+
+
+MAX_DURATIONS = 500
+"""Number of past durations from which an adaptive deadline is computed."""
+
+
+def await_clients(job: JobState, context: Context) -> JobState:
+    """Wait for clients to check in for `deadlines.selection_s`, since none works for the attempt."""
+    assert job.attempt is not None
+    ends_at = context.now + job.spec.deadlines.selection_s
+    return structs.replace(job, attempt=structs.replace(job.attempt, selection_ends_at=ends_at))
+
+
+def is_in_attempt(job: JobState, assignment: Assignment) -> bool:
+    """Return whether an assignment belongs to the last attempt, not to those carried over."""
+    return job.attempt is not None and job.attempt.find(assignment.key, assignment.client_id) is not None
+
+
+def hold_report(job: JobState, reported: Assignment) -> JobState:
+    """Queue the report of a carried-over assignment for the next attempt."""
+    waiting = structs.replace(reported, report_number=job.carried_over.next_report)
+    return structs.replace(job, carried_over=job.carried_over.with_assignments([waiting]))
+
+
+def measure_duration(job: JobState, assignment: Assignment, context: Context) -> JobState:
+    """Remember how long a client took for its training, and also for its upload unless it sends its keys first."""
+    durations = (*job.durations, context.now - assignment.assigned_at)[-MAX_DURATIONS:]
+    return structs.replace(job, durations=durations)
+
+
+def accept_report(job: JobState, attempt: Attempt, reported: Assignment, number: int) -> Assignment:
+    """Return the report as accepted by the attempt: with its staleness, and its weight by the current claims.
+
+    Later reports may lower the weight (`influence.reweigh`).
+    """
+    staleness = attempt.base_version - reported.base_version
+    weight = protocol_of(job, attempt.kind).weigh(job, reported, staleness)
+    return structs.replace(reported, folded_into=attempt.key, staleness=staleness, weight=weight, report_number=number)
+
+
+def fold_commands(attempt: Attempt, accepted: Iterable[Assignment]) -> tuple[Command, ...]:
+    """Return the commands that add accepted updates to the attempt's sum."""
+    if attempt.kind not in HAVE_UPDATES:
+        return ()
+    return tuple(Fold(attempt.key, each.id, each.digest, each.contribution, each.base_version) for each in accepted)
+
+
+def needs_update(job: JobState, assignment: Assignment) -> bool:
+    """Return whether the update of an assignment must be kept, in whole or in part.
+
+    This applies to open assignments, and to every update that the open attempt has accepted: one that was dropped since
+    may be in use at this moment.
+    """
+    protocol = protocol_of(job, assignment.kind)
+    if not (protocol.folds and protocol.keeps_updates):
+        return False
+    attempt = job.open_attempt
+    return assignment.is_open or (attempt is not None and assignment.folded_into == attempt.key)
+
+
+def rebuild_attempt(attempt: Attempt, rows: Iterable[Assignment]) -> tuple[Attempt, AssignmentSet]:
+    """Return the last attempt of a job with its assignments, and the assignments carried over, from stored rows.
+
+    `attempt` has no assignments yet. The rows are those made in the attempt, those folded into it, and all that are
+    open. Ended assignments that were carried over are left out, because nothing depends on them.
+    """
+    own: list[Assignment] = []
+    carried: list[Assignment] = []
+    collects = attempt.kind in HAVE_UPDATES and attempt.phase in {AttemptPhase.SELECTING, *WORKING_PHASES}
+    for row in rows:
+        if row.is_busy:
+            (own if collects or row.kind not in HAVE_UPDATES else carried).append(row)
+        elif row.state is AssignmentState.REPORTED and row.folded_into is None:
+            carried.append(row)
+        elif (row.folded_into or row.key) == attempt.key:
+            own.append(row)
+    return attempt.with_assignments(own), make_assignment_set(carried)
+
+
+def verdict_on_report(assignment: Assignment | None, digest: str) -> Verdict:
+    """Return the answer to a report on an assignment that has ended; a repeated report is accepted again."""
+    if assignment is not None and assignment.state in (AssignmentState.REPORTED, AssignmentState.MERGED):
+        same = assignment.digest == digest
+        return ACCEPTED if same else Verdict(Reason.REJECTED_CONFLICT)
+    return verdict_on_ended(assignment)
+
+
+def verdict_on_ended(assignment: Assignment | None) -> Verdict:
+    """Return the answer to a message on an assignment that has ended, or that the job does not have."""
+    if assignment is None or assignment.reason is None:
+        return Verdict(Reason.STALE)
+    return Verdict(assignment.reason, assignment.text)

@@ -1,12 +1,17 @@
-"""The coordinator's output. Its driver first stores the change, and then executes these commands in order."""
+"""A step of a job: its context, its verdict, and the coordinator's commands. A driver stores, and then executes."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterable
+
+import numpy as np
+from msgspec import Struct, structs
 
 from fedplat.aggregate import Contribution
-from fedplat.rounds.records import AssignmentId, AttemptKey
-from fedplat.rounds.states import AttemptKind, AttemptPhase, Reason
+from fedplat.rounds.records import Assignment, AssignmentId, AttemptKey, JobState
+from fedplat.rounds.states import ASSIGNMENT_TRANSITIONS, AssignmentState, AttemptKind, AttemptPhase, Reason, require
+from fedplat.texts import shorten
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,3 +111,55 @@ class Abandon:
 
 
 Command = Assign | Refuse | Abort | Fold | NextStep | Restart | Commit | RunWarmStart | Abandon
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Context:
+    """The inputs of a step from outside: the time, randomness, and new tokens (secret, hash)."""
+
+    now: float
+    rng: np.random.Generator
+    new_token: Callable[[], tuple[str, bytes]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verdict:
+    """The answer to the sender of an event: accepted, or the reason why not."""
+
+    reason: Reason | None = None
+    text: str = ""
+
+    @property
+    def accepted(self) -> bool:
+        """True if the event had its effect, now or (if it was repeated) before."""
+        return self.reason is None and not self.text
+
+
+ACCEPTED = Verdict()
+
+
+class Transition(Struct, frozen=True):
+    """The effect of an event on a job."""
+
+    job: JobState
+    commands: tuple[Command, ...] = ()
+    verdict: Verdict = ACCEPTED
+
+
+def put_assignment(job: JobState, assignment: Assignment) -> JobState:
+    """Replace one assignment of the job, in its attempt or among those carried over."""
+    if job.carried_over.find(assignment.key, assignment.client_id) is not None:
+        return structs.replace(job, carried_over=job.carried_over.with_assignments([assignment]))
+    assert job.attempt is not None
+    return structs.replace(job, attempt=job.attempt.with_assignments([assignment]))
+
+
+def end_assignment(assignment: Assignment, state: AssignmentState, reason: Reason, text: str = "") -> Assignment:
+    """End an assignment for a reason. `text` may quote a client; it is shortened before it is stored."""
+    ended = require(ASSIGNMENT_TRANSITIONS, assignment.state, state)
+    return structs.replace(assignment, state=ended, reason=reason, text=shorten(text))
+
+
+def abort_commands(ended: Iterable[Assignment]) -> tuple[Command, ...]:
+    """Return the commands that stop the clients of ended assignments."""
+    return tuple(Abort(each.key, each.client_id, each.reason) for each in ended if each.reason is not None)

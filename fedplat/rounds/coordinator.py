@@ -23,8 +23,7 @@ from msgspec import structs
 from fedplat.errors import FedplatError
 from fedplat.rounds import attempts, pacing, selection, sync
 from fedplat.rounds.changes import Change, difference
-from fedplat.rounds.commands import Assign, Command, Refuse
-from fedplat.rounds.disclosure import disclosure_of
+from fedplat.rounds.commands import ACCEPTED, Assign, Command, Context, Refuse, Transition, Verdict
 from fedplat.rounds.events import (
     AssignmentFailed,
     AssignmentReclaimed,
@@ -40,12 +39,11 @@ from fedplat.rounds.events import (
     TimerFired,
 )
 from fedplat.rounds.participation import Participation, ParticipationHistory, participations_of
+from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat.rounds.protocols.base import training_of
 from fedplat.rounds.records import Assignment, AttemptKey, JobState
-from fedplat.rounds.reservation import Reservations
-from fedplat.rounds.selection import WaitingRoom
+from fedplat.rounds.selection import Reservations, WaitingRoom
 from fedplat.rounds.states import DECLINES, ENDED_JOBS, HAVE_UPDATES, JobStatus, Reason
-from fedplat.rounds.transition import ACCEPTED, Context, Transition, Verdict
 
 
 @dataclasses.dataclass

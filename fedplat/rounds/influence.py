@@ -21,10 +21,9 @@ from statistics import median_low
 from msgspec import structs
 
 from fedplat.job import JobSpec
-from fedplat.rounds.assignments import end
+from fedplat.rounds.commands import ACCEPTED, Verdict, end_assignment
 from fedplat.rounds.records import Assignment, Attempt, Claim, JobState
 from fedplat.rounds.states import HAVE_UPDATES, AssignmentState, Reason
-from fedplat.rounds.transition import ACCEPTED, Verdict
 
 MIN_REPORTS_FOR_MEDIAN = 3
 """With fewer norms, none is an outlier: of two, either could be the wrong one."""
@@ -101,7 +100,7 @@ def find_outliers(job: JobState, attempt: Attempt) -> list[Assignment]:
     if not median:
         return []
     return [
-        end(each, AssignmentState.REJECTED, Reason.REJECTED_OUTLIER, _text(spec, each.norm, median, whose))
+        end_assignment(each, AssignmentState.REJECTED, Reason.REJECTED_OUTLIER, _text(spec, each.norm, median, whose))
         for each in reported
         if each.norm is not None and each.norm > spec.outlier_factor * median
     ]

@@ -1,4 +1,19 @@
-"""How operators start, pause, resume and cancel a job. Pure functions."""
+"""How operators start, pause, resume, cancel and roll back a job, and accept other code of plugins. Pure functions.
+
+A rollback commits a new version with the bytes of the older one: versions stay dense, and those in between stay on
+record. Round numbers continue. The open attempt, and all work of clients for the job, is abandoned, because it began
+with a model that was discarded.
+
+The rule continues with its state at the older version, or without state if that was not kept. In a private job it
+continues with its *current* state: a rollback only repeats an earlier release, so it is not charged. The noise of a
+tree of rounds (`privacy.tree`) is that of all rounds in order, whatever model they begin with. Going back in the tree
+would use the noise of its nodes a second time, for other updates.
+
+The same rules pause a job whose job file another release can read, and this one not (`fedplat/job/spec.py`).
+
+A job keeps the versions of its plugins. Its driver states with the events `ServerRestarted` and `OperatorCommand` which
+of them it has. Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +21,23 @@ from collections.abc import Mapping
 
 from msgspec import structs
 
-from fedplat.rounds import closing, plugin_rules, privacy_rules
-from fedplat.rounds.events import JobAction, OperatorCommand, SpecChanged
-from fedplat.rounds.protocols.base import protocol_of
-from fedplat.rounds.records import NO_FUTILE, JobState
-from fedplat.rounds.states import ENDED_JOBS, JOB_TRANSITIONS, REASON_TEXTS, AttemptPhase, JobStatus, Reason
-from fedplat.rounds.transition import Context, Transition, Verdict
+from fedplat.config.loaded_plugins import PluginVersion, describe_versions
+from fedplat.job import is_unreadable
+from fedplat.rounds import closing, privacy_rules
+from fedplat.rounds.commands import Context, Transition, Verdict
+from fedplat.rounds.events import JobAction, OperatorCommand, RollbackOrdered, SpecChanged
+from fedplat.rounds.privacy_rules import disclosure_of
+from fedplat.rounds.protocols.base import protocol_of, training_of
+from fedplat.rounds.records import NO_FUTILE, JobState, ModelVersion
+from fedplat.rounds.states import (
+    ENDED_JOBS,
+    JOB_TRANSITIONS,
+    MAY_ROLL_BACK,
+    REASON_TEXTS,
+    AttemptPhase,
+    JobStatus,
+    Reason,
+)
 
 
 def on_operator(job: JobState, event: OperatorCommand, context: Context) -> Transition:
@@ -27,7 +53,7 @@ def on_operator(job: JobState, event: OperatorCommand, context: Context) -> Tran
     if event.action is JobAction.RESUME and (spent := privacy_rules.describe_spent_budget(job)):
         return Transition(job, verdict=Verdict(None, f"cannot resume: {spent}"))
     if reason is None:
-        if missing := plugin_rules.describe_missing(job, event.plugins, event.problem):
+        if missing := describe_missing(job, event.plugins, event.problem):
             return Transition(job, verdict=Verdict(None, f"cannot {event.action}: {missing}"))
         running = closing.set_status(job, status, "")
         return Transition(structs.replace(running, failures=0, futile=NO_FUTILE, resume_at=None, plugins=event.plugins))
@@ -57,3 +83,106 @@ _ACTIONS: Mapping[JobAction, tuple[JobStatus, Reason | None]] = {
     JobAction.CANCEL: (JobStatus.CANCELLED, Reason.JOB_CANCELLED),
 }
 _WRONG_ACTION = frozenset({(JobAction.START, JobStatus.PAUSED), (JobAction.RESUME, JobStatus.DRAFT)})
+
+
+def on_rollback(job: JobState, event: RollbackOrdered, context: Context) -> Transition:
+    """Commit the older version again, as the latest. Repeating the rollback at once changes nothing."""
+    number = event.version.version
+    if job.latest.restored_from == number and job.status in MAY_ROLL_BACK:
+        return Transition(job)
+    if why := _refusal(job, number):
+        return Transition(job, verdict=Verdict(None, why))
+    reason, text = Reason.ATTEMPT_ABANDONED, f"the job was rolled back to version {number}"
+    if job.open_attempt is None:
+        ended, commands = closing.drop_carried_over(job, reason)
+    else:
+        ended, commands = closing.abandon_all(job, reason, text, context)
+    after = structs.replace(
+        ended, latest=make_version(job, event.version), failures=0, futile=NO_FUTILE, resume_at=None
+    )
+    return Transition(after, commands)
+
+
+def make_version(job: JobState, version: ModelVersion) -> ModelVersion:
+    """Return the version of a rollback: it belongs to no round, and has no delta."""
+    state_digest = (version if disclosure_of(job.spec).keeps_states else job.latest).state_digest
+    return ModelVersion(
+        version=job.latest.version + 1,
+        round=0,
+        attempt=0,
+        digest=version.digest,
+        size_bytes=version.size_bytes,
+        state_digest=state_digest,
+        restored_from=version.version,
+    )
+
+
+def _refusal(job: JobState, number: int) -> str:
+    """Return why the job cannot return to a version; empty if it can."""
+    if job.status not in MAY_ROLL_BACK:
+        hint = "it has no rounds yet: start it" if not job.latest.version else "it has ended for good"
+        hint += f"; export version {number} and submit a new job that begins with it" if job.latest.version else ""
+        return f"cannot roll back a job that is {job.status}; {hint}"
+    if text := training_of(job).refuse_rollback(job):
+        return text
+    if number >= job.latest.version:
+        return f"cannot roll back to version {number}: expected an older version than the latest, {job.latest.version}"
+    return ""
+
+
+MAX_PROBLEM = 500
+"""Maximum length of the mistakes of a job file in a job's reason."""
+
+
+def describe_missing(job: JobState, loaded: tuple[PluginVersion, ...], problem: str) -> str:
+    """Return why the job cannot run with the loaded plugins; empty if it can, with the same code or with other code.
+
+    `problem` is the first mistake in its job file with these plugins.
+    """
+    labels = {version.label for version in loaded}
+    for version in job.plugins:
+        if version.label not in labels:
+            return (
+                f"the server has no plugin {version.label} (the job has {version.short}); start it with --plugin "
+                f"{version.label}=..., then resume the job"
+            )
+    if problem and is_unreadable(job.spec):
+        return (
+            f"this server cannot read the job file: {problem[:MAX_PROBLEM]}; another version of fedplat made the job. "
+            "If it is newer, update the server, then resume the job; if it is older, cancel the job and submit a "
+            "corrected job file, which may start from the model of this job"
+        )
+    if problem:
+        return (
+            f"the job cannot use the server's plugins: {problem[:MAX_PROBLEM]}; start the server with "
+            f"{describe_versions(job.plugins)}, then resume the job"
+        )
+    return ""
+
+
+def describe_changed(job: JobState, loaded: tuple[PluginVersion, ...]) -> str:
+    """Return which plugins of the job have other code than before; empty if none has."""
+    found = {version.label: version for version in loaded}
+    changed = [version for version in job.plugins if found.get(version.label, version) != version]
+    if not changed:
+        return ""
+    now = describe_versions(found[version.label] for version in changed)
+    return (
+        f"the job has {describe_versions(changed)}, but the server has {now}; start the server with the former plugin, "
+        "then resume the job, or resume it now to continue with the other code"
+    )
+
+
+def pause_for_plugins(job: JobState, text: str, context: Context) -> Transition:
+    """Pause a job whose plugins are missing or have changed; its open attempt is abandoned, even while it commits."""
+    if job.status is JobStatus.DRAFT or job.status in ENDED_JOBS:
+        return Transition(job)
+    if job.open_attempt is None:
+        ended, commands = closing.drop_carried_over(job, Reason.JOB_PAUSED)
+    else:
+        ended, commands = closing.abandon_all(job, Reason.JOB_PAUSED, text, context)
+    if job.status is not JobStatus.PAUSED:
+        ended = closing.set_status(ended, JobStatus.PAUSED, text)
+    elif job.reason != text:
+        ended = structs.replace(ended, reason=text)
+    return Transition(ended, commands)

@@ -14,13 +14,12 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
-from fedplat.rounds import assignments, attempts, closing, plugin_rules, reporting
-from fedplat.rounds.commands import Command, Commit
+from fedplat.rounds import attempts, closing, commands, operators
+from fedplat.rounds.commands import Command, Commit, Context, Transition
 from fedplat.rounds.events import ServerRestarted
 from fedplat.rounds.protocols.base import protocol_of, training_of
 from fedplat.rounds.records import Assignment, AssignmentSet, Attempt, JobState
 from fedplat.rounds.states import AssignmentState, AttemptPhase, Reason
-from fedplat.rounds.transition import Context, Transition
 
 _Set = TypeVar("_Set", bound=AssignmentSet)
 
@@ -30,9 +29,9 @@ def on_restart(job: JobState, event: ServerRestarted, context: Context) -> Trans
 
     A job that does not change keeps its revision, so that it is not written: servers keep thousands of ended jobs.
     """
-    missing = plugin_rules.describe_missing(job, event.plugins, event.problem)
-    if text := missing or plugin_rules.describe_changed(job, event.plugins):
-        return plugin_rules.pause(job, text, context)
+    missing = operators.describe_missing(job, event.plugins, event.problem)
+    if text := missing or operators.describe_changed(job, event.plugins):
+        return operators.pause_for_plugins(job, text, context)
     fresh = structs.replace(job, resume_at=None) if job.resume_at is not None else job
     fresh = training_of(job).membership.expect(fresh, context)
     attempt = job.open_attempt
@@ -50,7 +49,7 @@ def refold(job: JobState, attempt: Attempt, context: Context) -> Transition:
     """Fold the accepted updates again, and continue; without a spool the attempt is lost."""
     if job.spec.durability == "memory":
         return lose(job, context)
-    commands = reporting.fold_commands(attempt, attempt.reported)
+    commands = closing.fold_commands(attempt, attempt.reported)
     if attempt.phase is AttemptPhase.COMMITTING and protocol_of(job, attempt.kind).folds:
         commands += (Commit(attempt.key, attempt.base_version, attempt.num_reported),)
     return go_on(job, commands, context)
@@ -67,7 +66,10 @@ def forget_updates(job: JobState) -> JobState:
 
     def drop(group: _Set) -> _Set:
         return group.with_assignments(
-            [assignments.end(each, AssignmentState.DROPPED, Reason.ATTEMPT_ABANDONED) for each in group.reported]
+            [
+                commands.end_assignment(each, AssignmentState.DROPPED, Reason.ATTEMPT_ABANDONED)
+                for each in group.reported
+            ]
         )
 
     attempt, carried = job.attempt, job.carried_over
@@ -88,7 +90,7 @@ def go_on(job: JobState, commands: tuple[Command, ...], context: Context) -> Tra
         # assignments, and so depends on the sample.
         attempt = structs.replace(attempt, closes_at=closes_at)
         job = structs.replace(job, attempt=attempt)
-    late = closing.drop_late(reporting.await_clients(job, context) if attempts.selects(job) else job, context)
+    late = closing.drop_late(closing.await_clients(job, context) if attempts.selects(job) else job, context)
     return structs.replace(late, commands=commands + late.commands)
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fedplat.rounds import attempts, operators, restart, rollback
+from fedplat.rounds import attempts, operators, restart
+from fedplat.rounds.commands import Context, Transition
 from fedplat.rounds.events import (
     AggregationFailed,
     AssignmentFailed,
@@ -30,7 +31,6 @@ from fedplat.rounds.events import (
 from fedplat.rounds.protocols.base import Handler, protocol_of, training_of
 from fedplat.rounds.protocols.registry import OF_EVENTS
 from fedplat.rounds.records import JobState
-from fedplat.rounds.transition import Context, Transition
 
 
 def step(job: JobState, event: JobEvent, context: Context) -> Transition:
@@ -50,7 +50,7 @@ def advance(job: JobState, context: Context) -> Transition | None:
 COMMON: Mapping[type[Any], Handler] = {
     OperatorCommand: operators.on_operator,
     SpecChanged: operators.on_changed,
-    RollbackOrdered: rollback.on_rollback,
+    RollbackOrdered: operators.on_rollback,
     ServerRestarted: restart.on_restart,
     CandidatesDrawn: attempts.on_candidates,
     AssignmentReclaimed: attempts.on_reclaimed,

@@ -22,7 +22,7 @@ from fedplat.simulation.clients import Fleet
 from fedplat.simulation.driver import Driver, Trace
 from fedplat.simulation.federated.interface import NoTraining, TrainingModel, count_entries
 from fedplat.simulation.federated.training import RealTraining
-from fedplat.simulation.gossip.training import SiloTraining
+from fedplat.simulation.gossip.silos import SiloTraining
 from fedplat.simulation.parts import Simulation
 from fedplat.simulation.protocols.registry import kind_of
 from fedplat.simulation.recording.replay_log import ReplayLog

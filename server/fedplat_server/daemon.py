@@ -37,8 +37,7 @@ from fedplat_server.metrics.service import MetricsService
 from fedplat_server.records import audit
 from fedplat_server.records.lease import Candidate, HeldLease
 from fedplat_server.rpc import serving
-from fedplat_server.rpc.routing.follower import Follower
-from fedplat_server.rpc.routing.gateway import GatewayOptions
+from fedplat_server.rpc.routing.gateway import Follower, GatewayOptions
 from fedplat_server.storage import data_dir
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import pytest
 from fedplat import claims, report_validation
 from fedplat.aggregate import QFedAvg, Rule
 from fedplat.model import Parameters
+from fedplat.rounds.commands import Verdict
 from fedplat.rounds.states import Reason
-from fedplat.rounds.transition import Verdict
 
 MIB = 2**20
 MODEL = Parameters.from_arrays({"weight": np.zeros(4 * MIB, np.float32)})

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2
 from fedplat.wire.v1 import admin_pb2, model_pb2
 from fedplat_server.database.jobs import AttemptFilter
 from fedplat_server.errors import StoreUnavailableError
-from fedplat_server.rpc import health
+from fedplat_server.rpc import serving
 from support import daemons
 from support.daemons import Site, digest_of, initial_model, update_of
 from support.jobs import job_file
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.calm("says itself what fails when")
 
 @pytest.fixture(autouse=True)
 def _short_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "CHECK_S", 0.02)
+    monkeypatch.setattr(serving, "CHECK_S", 0.02)
 
 
 async def unavailable(call: Awaitable[object]) -> None:

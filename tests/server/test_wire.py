@@ -26,7 +26,7 @@ from fedplat_server import logs
 from fedplat_server.errors import PUBLIC_MESSAGES, Code, RefusedError
 from fedplat_server.messages import convert
 from fedplat_server.rpc import interceptor
-from fedplat_server.rpc.statuses import STATUSES
+from fedplat_server.rpc.interceptor import STATUSES
 from support import access
 from support.access import ADMIN_METADATA
 from support.daemons import Site, initial_model, running, update_of

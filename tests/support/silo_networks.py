@@ -23,8 +23,15 @@ from fedplat_client import ClientOptions
 from fedplat_client._auth.authenticator import CallCredentials
 from fedplat_client._auth.calls import Connection
 from fedplat_client._auth.mtls import PeerCredentials
-from fedplat_client._protocols.gossip.network import ByteCounter, PeerNetwork, RemoteFile
-from fedplat_client._protocols.gossip.offers import Delivery, Offers, PortOffers, RelayOffers
+from fedplat_client._protocols.gossip.network import (
+    ByteCounter,
+    Delivery,
+    Offers,
+    PeerNetwork,
+    PortOffers,
+    RelayOffers,
+    RemoteFile,
+)
 from fedplat_client._state.data_dir import SigningKey, new_signing_key
 from fedplat_client._work.peers.fetch import PeerFetcher
 from fedplat_client._work.peers.listener import PeerListener

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from fedplat_client._state.two_phase import ClientStateStore, Residuals, SentRep
 from fedplat_client._work import encoding, transfer
 from fedplat_client._work.failures import AssignmentFailedError, CheckInResult
 from fedplat_client._work.heartbeat import Heartbeat
-from fedplat_client._work.merge_check import make_merge_check
 from fedplat_client._work.model_download import Downloader
 from fedplat_client._work.training import LocalTrainers, stage_client_state
 from fedplat_client._work.transfer import Content
@@ -176,3 +176,29 @@ class ClientHalf(NamedTuple):
 
     run: Callable[[AssignedWork], CheckInResult]
     may_be_late: bool = False
+
+
+_MERGE_CHECK_ATTEMPTS = 3
+
+
+def make_merge_check(connection: Connection, options: ClientOptions, control: Control) -> WasMerged:
+    """Return a function that queries the server, once per report, whether it was merged.
+
+    It raises `Cancelled`, and `ServerUnavailableError` if the server does not answer.
+    """
+
+    @functools.cache
+    def was_merged(sent: SentReport) -> bool:
+        """Report again: after the end of an attempt, only merged updates get a receipt."""
+        request = fleet_pb2.ReportRequest(token=sent.token, digest=sent.digest)
+        try:
+            answer = retry(lambda: connection.report(request), options, control.signal, attempts=_MERGE_CHECK_ATTEMPTS)
+        except ServerUnavailableError:
+            control.signal.check()
+            raise
+        except CallRefusedError:
+            control.signal.check()
+            return False
+        return answer.HasField("receipt")
+
+    return was_merged

@@ -25,7 +25,7 @@ from fedplat.rounds.invariants.records import (
 )
 from fedplat.rounds.protocols import warm_start
 from fedplat.rounds.protocols.base import find_training
-from fedplat.rounds.protocols.clock_set import ClockSet
+from fedplat.rounds.protocols.ssp import ClockSet
 from fedplat.rounds.states import ENDED_JOBS, MAKE_VERSIONS, AttemptKind, AttemptPhase, JobStatus
 
 

@@ -9,12 +9,12 @@ import msgspec
 
 from fedplat.job import JobSpec
 from fedplat.rounds import attempts, closing, influence, restart, selection
+from fedplat.rounds.commands import Context, Transition
 from fedplat.rounds.demand import Demand
 from fedplat.rounds.events import AggregationFailed, CandidatesDrawn
 from fedplat.rounds.protocols.base import AttemptSizes, Ending, RoundProtocol, register
 from fedplat.rounds.records import Assignment, Attempt, JobState
 from fedplat.rounds.states import WORKING_PHASES, AttemptKind, AttemptPhase, JobStatus
-from fedplat.rounds.transition import Context, Transition
 from fedplat.texts import format_count
 
 

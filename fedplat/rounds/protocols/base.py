@@ -18,12 +18,11 @@ from enum import Enum, auto
 from typing import Any, NamedTuple
 
 from fedplat.job import JobSpec
-from fedplat.rounds.commands import Command
+from fedplat.rounds.commands import ACCEPTED, Command, Context, Transition, Verdict
 from fedplat.rounds.demand import Demand
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated, CandidatesDrawn, JobEvent, UpdateReported
 from fedplat.rounds.records import Assignment, Attempt, JobState, SecureMessages
 from fedplat.rounds.states import AttemptKind, AttemptPhase
-from fedplat.rounds.transition import ACCEPTED, Context, Transition, Verdict
 
 Handler = Callable[[JobState, Any, Context], Transition]
 

@@ -13,14 +13,13 @@ from __future__ import annotations
 from msgspec import structs
 
 from fedplat.job import JobSpec
-from fedplat.rounds import assignments, attempts, closing, reporting, restart, selection
-from fedplat.rounds.commands import Command
+from fedplat.rounds import attempts, closing, commands, restart, selection
+from fedplat.rounds.commands import Command, Context, Transition
 from fedplat.rounds.demand import Demand
 from fedplat.rounds.events import CandidatesDrawn
 from fedplat.rounds.protocols.base import Ending, RoundProtocol, register
 from fedplat.rounds.records import Assignment, AssignmentSet, Attempt, JobState, make_assignment_set
 from fedplat.rounds.states import ATTEMPT_TRANSITIONS, AssignmentState, AttemptPhase, Reason, require
-from fedplat.rounds.transition import Context, Transition
 from fedplat.texts import format_count
 
 
@@ -105,16 +104,16 @@ def take_over(job: JobState, context: Context) -> Transition:
         too_stale = mode.is_too_stale(attempt.base_version - each.base_version)
         (stale if too_stale else fresh).append(each)
     accepted = [
-        reporting.accept_report(job, attempt, each, number) for number, each in enumerate(fresh[: attempt.goal], 1)
+        closing.accept_report(job, attempt, each, number) for number, each in enumerate(fresh[: attempt.goal], 1)
     ]
     # More reports may wait than a buffer holds, and the rule divides by the buffer's size.
     waiting = [structs.replace(each, report_number=n) for n, each in enumerate(fresh[attempt.goal :], 1)]
-    ended = [assignments.end(each, AssignmentState.DROPPED, Reason.TOO_STALE) for each in stale]
+    ended = [commands.end_assignment(each, AssignmentState.DROPPED, Reason.TOO_STALE) for each in stale]
     phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.COLLECTING)
     attempt = structs.replace(attempt, phase=phase).with_assignments([*ended, *accepted, *job.carried_over.busy])
     after = structs.replace(job, attempt=attempt, carried_over=make_assignment_set(waiting))
-    after = after if attempt.num_busy else reporting.await_clients(after, context)
-    return Transition(after, reporting.fold_commands(attempt, accepted))
+    after = after if attempt.num_busy else closing.await_clients(after, context)
+    return Transition(after, closing.fold_commands(attempt, accepted))
 
 
 def stop_stale(job: JobState) -> tuple[JobState, tuple[Command, ...]]:
@@ -123,13 +122,13 @@ def stop_stale(job: JobState) -> tuple[JobState, tuple[Command, ...]]:
     if mode is None or mode.max_staleness is None:
         return job, ()
     late = [
-        assignments.end(each, AssignmentState.LATE, Reason.TOO_STALE)
+        commands.end_assignment(each, AssignmentState.LATE, Reason.TOO_STALE)
         for each in job.carried_over.busy
         if mode.is_too_stale(job.latest.version - each.base_version)
     ]
     if not late:
         return job, ()
-    return structs.replace(job, carried_over=job.carried_over.with_assignments(late)), assignments.abort_commands(late)
+    return structs.replace(job, carried_over=job.carried_over.with_assignments(late)), commands.abort_commands(late)
 
 
 def _open(group: AssignmentSet) -> list[Assignment]:

@@ -14,15 +14,14 @@ from msgspec import structs
 
 from fedplat.job import JobSpec
 from fedplat.modes import Cyclic
-from fedplat.rounds import attempts, reporting
-from fedplat.rounds.demand import Demand
-from fedplat.rounds.eligible import Gate
+from fedplat.rounds import attempts, closing
+from fedplat.rounds.commands import Context, Transition
+from fedplat.rounds.demand import Demand, Gate
 from fedplat.rounds.events import AttemptAggregated, CandidatesDrawn
 from fedplat.rounds.protocols import averaging
 from fedplat.rounds.protocols.base import AttemptSizes, RoundProtocol, register
 from fedplat.rounds.records import Attempt, JobState
 from fedplat.rounds.states import AssignmentState, AttemptKind
-from fedplat.rounds.transition import Context, Transition
 
 Turns = tuple[str, ...]
 """The clients that had their turn in the current cycle, in order: what such a job keeps."""
@@ -47,7 +46,7 @@ def _on_drawn(job: JobState, attempt: Attempt, event: CandidatesDrawn, context: 
     """Give the client its turn. If those that are left did not come in time, the next cycle begins without them."""
     if event.client_ids or not turns_of(job):
         return attempts.assign_cohort(job, attempt, event, context)
-    return Transition(reporting.await_clients(structs.replace(job, protocol=None), context))
+    return Transition(closing.await_clients(structs.replace(job, protocol=None), context))
 
 
 def _on_committed(job: JobState, event: AttemptAggregated) -> Transition:

@@ -6,11 +6,11 @@ import math
 
 from fedplat.job.sections import ClientEvaluation
 from fedplat.rounds import attempts, closing
+from fedplat.rounds.commands import ACCEPTED, Context, Transition, Verdict
 from fedplat.rounds.demand import EVALUATOR, Demand
 from fedplat.rounds.protocols.base import AttemptSizes, Ending, RoundProtocol, register
 from fedplat.rounds.records import Assignment, Attempt, JobState
 from fedplat.rounds.states import AttemptKind, AttemptPhase, Reason
-from fedplat.rounds.transition import ACCEPTED, Context, Transition, Verdict
 from fedplat.sampling import Uniform
 
 

@@ -10,13 +10,13 @@ import msgspec
 from msgspec import structs
 
 from fedplat.rounds import attempts, closing, selection
+from fedplat.rounds.commands import Context, Transition
 from fedplat.rounds.demand import Demand
 from fedplat.rounds.events import CandidatesDrawn
 from fedplat.rounds.protocols import averaging
 from fedplat.rounds.protocols.base import AttemptSizes, Ending, RoundProtocol, register
 from fedplat.rounds.records import Attempt, JobState
 from fedplat.rounds.states import AttemptPhase, JobStatus
-from fedplat.rounds.transition import Context, Transition
 from fedplat.sampling import Uniform
 
 _NO_ROLLBACK = "cannot roll back a job with a Flower app, which would not know of it; submit a new job instead"

@@ -33,11 +33,19 @@ from fedplat.gossip.messages import (
 )
 from fedplat.gossip.state import GossipPhase, GossipRules, GossipState, state_from_builtins, state_to_builtins
 from fedplat.job import JobSpec
-from fedplat.rounds import assignments, attempts, closing, futility, reporting, selection
-from fedplat.rounds.commands import Command, NextStep
+from fedplat.rounds import attempts, closing, futility, selection
+from fedplat.rounds.commands import (
+    Command,
+    Context,
+    NextStep,
+    Transition,
+    abort_commands,
+    end_assignment,
+    put_assignment,
+)
 from fedplat.rounds.demand import Demand
-from fedplat.rounds.disclosure import disclosure_of
 from fedplat.rounds.events import CandidatesDrawn, JobEvent, SiloReported, SilosLost
+from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat.rounds.protocols.base import Ending, Membership, PhaseProgress, RoundProtocol, register
 from fedplat.rounds.records import NO_FUTILE, Assignment, Attempt, AttemptKey, JobState, ModelVersion
 from fedplat.rounds.states import (
@@ -50,7 +58,6 @@ from fedplat.rounds.states import (
     Reason,
     require,
 )
-from fedplat.rounds.transition import Context, Transition
 from fedplat.texts import format_count
 
 _PHASES: Mapping[GossipPhase, AttemptPhase] = {
@@ -168,7 +175,7 @@ def on_reported(job: JobState, event: SiloReported, context: Context) -> Transit
     """Process what a silo reports; of its assignment only if it is open."""
     assignment = job.find(event.key, event.client_id)
     if assignment is None or not assignment.is_busy:
-        return Transition(job, verdict=reporting.verdict_on_ended(assignment))
+        return Transition(job, verdict=closing.verdict_on_ended(assignment))
     after, commands = Transition(job), list[Command]()
     for each in event.events:
         if after.job.open_attempt is None or after.job.open_attempt.key != event.key:
@@ -189,9 +196,9 @@ def on_lost(job: JobState, event: SilosLost, context: Context) -> Transition:
             break
         assignment = attempt.assignments.get(client_id)
         if assignment is not None and assignment.is_busy:
-            ended = assignments.end(assignment, AssignmentState.LATE, Reason.UNREACHABLE)
-            after = Transition(assignments.put(after.job, ended))
-            commands.extend(assignments.abort_commands([ended]))
+            ended = end_assignment(assignment, AssignmentState.LATE, Reason.UNREACHABLE)
+            after = Transition(put_assignment(after.job, ended))
+            commands.extend(abort_commands([ended]))
         after = _step(after.job, SiloDeparted(client_id), context)
         commands.extend(after.commands)
     return structs.replace(after, commands=tuple(commands))
@@ -302,11 +309,11 @@ def _enter_phase(job: JobState) -> tuple[JobState, tuple[Command, ...]]:
 
 def _end_late(attempt: Attempt) -> tuple[Attempt, tuple[Command, ...]]:
     late = [
-        assignments.end(each, AssignmentState.LATE, Reason.TRAIN_TIMEOUT)
+        end_assignment(each, AssignmentState.LATE, Reason.TRAIN_TIMEOUT)
         for each in attempt.busy
         if each.state is AssignmentState.TRAINING
     ]
-    return attempt.with_assignments(late), assignments.abort_commands(late)
+    return attempt.with_assignments(late), abort_commands(late)
 
 
 def _advertise(job: JobState, announced: SiloAnnounced, event: SiloReported, context: Context) -> JobState:
@@ -324,7 +331,7 @@ def _advertise(job: JobState, announced: SiloAnnounced, event: SiloReported, con
         took_s=context.now - assignment.assigned_at,
         staleness=0,
     )
-    return reporting.measure_duration(assignments.put(job, advertised), assignment, context)
+    return closing.measure_duration(put_assignment(job, advertised), assignment, context)
 
 
 def _commit(job: JobState, before: GossipState, context: Context) -> tuple[JobState, tuple[Command, ...]]:

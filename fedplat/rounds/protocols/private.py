@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 
 from fedplat.rounds import closing, privacy_rules
+from fedplat.rounds.commands import Context, Transition
 from fedplat.rounds.protocols.base import AttemptSizes, Ending, RoundProtocol
 from fedplat.rounds.records import Attempt, JobState
 from fedplat.rounds.states import JobStatus
-from fedplat.rounds.transition import Context, Transition
 
 
 def wrap(inner: RoundProtocol) -> RoundProtocol:

@@ -19,11 +19,10 @@ from msgspec import structs
 
 from fedplat.job import JobSpec
 from fedplat.job.secure import group_minimum, num_groups, require_secure
-from fedplat.rounds import assignments, closing, futility, influence, reporting
-from fedplat.rounds.commands import Command, NextStep, Restart
+from fedplat.rounds import closing, commands, futility, influence
+from fedplat.rounds.commands import Command, Context, NextStep, Restart, Transition
 from fedplat.rounds.records import Assignment, Attempt, JobState, SecureMessages
 from fedplat.rounds.states import ATTEMPT_TRANSITIONS, AssignmentState, AttemptPhase, Reason, require
-from fedplat.rounds.transition import Context, Transition
 from fedplat.secure_aggregation.graph import Graph
 from fedplat.secure_aggregation.messages import Survivors
 
@@ -51,7 +50,7 @@ def reject_culprits(job: JobState, attempt: Attempt, client_ids: Collection[str]
     """
     blamed = [attempt.assignments[each] for each in client_ids if each in attempt.assignments]
     rejected = [
-        assignments.end(each, AssignmentState.REJECTED, Reason.REJECTED_MESSAGE, text)
+        commands.end_assignment(each, AssignmentState.REJECTED, Reason.REJECTED_MESSAGE, text)
         for each in blamed
         if each.state is AssignmentState.REPORTED
     ]
@@ -151,12 +150,12 @@ def _begin_sharing(job: JobState, attempt: Attempt, context: Context) -> Transit
         placed = structs.replace(messages_of(each), group=group, position=position)
         changed[each.client_id] = structs.replace(each, secure=placed, deadline_at=ends_at)
     surplus = [
-        assignments.end(each, AssignmentState.SURPLUS, Reason.SURPLUS)
+        commands.end_assignment(each, AssignmentState.SURPLUS, Reason.SURPLUS)
         for each in attempt.busy
         if each.client_id not in changed
     ]
     after = _with_deadlines(attempt, [*changed.values(), *surplus])
-    return _begin(job, after, AttemptPhase.SHARING, assignments.abort_commands(surplus))
+    return _begin(job, after, AttemptPhase.SHARING, commands.abort_commands(surplus))
 
 
 def _close_sharing(job: JobState, attempt: Attempt, context: Context) -> Transition | None:
@@ -185,7 +184,7 @@ def _close_collecting(job: JobState, attempt: Attempt, context: Context) -> Tran
         return _fail(job, *lack, context)
     commands: tuple[Command, ...] = ()
     if influence.has_dropped_folds(attempt):
-        commands = (Restart(attempt.key), *reporting.fold_commands(attempt, attempt.reported))
+        commands = (Restart(attempt.key), *closing.fold_commands(attempt, attempt.reported))
     if not require_secure(job.spec).confirm:
         return _begin_unmasking(job, attempt, context, commands)
     return _begin_step(job, attempt, AttemptPhase.CONFIRMING, context, commands)

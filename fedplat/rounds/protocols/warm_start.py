@@ -10,11 +10,10 @@ from __future__ import annotations
 from msgspec import structs
 
 from fedplat.job import JobSpec
-from fedplat.rounds.commands import RunWarmStart
+from fedplat.rounds.commands import Context, RunWarmStart, Transition
 from fedplat.rounds.protocols.base import AttemptSizes, Ending, RoundProtocol, register
 from fedplat.rounds.records import Attempt, AttemptKey, JobState
 from fedplat.rounds.states import FIRST_PHASES, AttemptKind
-from fedplat.rounds.transition import Context, Transition
 
 
 def is_wanted(spec: JobSpec) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from fedplat.codecs import Codec
 from fedplat.config.plugins import build_checked
@@ -16,7 +17,11 @@ from fedplat.gossip.fixed_point import add_parts, digest_mean, find_largest, qua
 from fedplat.gossip.messages import BeginRing, CommitRow
 from fedplat.job import JobSpec
 from fedplat.model import FLOATING, Parameters, Vector
+from fedplat.rounds import AttemptKey
+from fedplat.simulation.clients.device import DeviceAssignment
+from fedplat.simulation.clients.links import LinkOptions
 from fedplat.simulation.engines.interface import ClientTask, Engine
+from fedplat.simulation.federated.interface import NoTraining, Report
 from fedplat.simulation.federated.training import training_seed
 
 _CODEC = 4
@@ -166,3 +171,27 @@ class SiloModels:
 
     def _mean(self) -> Parameters:
         return replace_entries(self._whole[0], self.models().mean(axis=0).astype(np.float32))
+
+
+class SiloTraining(NoTraining):
+    """The silos of a decentralised job, which train and mix `models` and exchange them over `links`.
+
+    `model` is the mean that the silos have exported, and `scores` the evaluation of the round that ends.
+    """
+
+    one_at_a_time = True
+
+    def __init__(self, models: SiloModels, links: LinkOptions) -> None:
+        super().__init__(models.model_bytes)
+        self.models, self.links = models, links
+        self.model: Parameters | None = None
+        self.scores: Mapping[str, float] = {}
+
+    @override
+    def report(self, task: DeviceAssignment) -> Report:
+        raise AssertionError(task)
+
+    @override
+    def settle(self, key: AttemptKey, version: int | None) -> Mapping[str, float]:
+        scores, self.scores = self.scores, {}
+        return scores

@@ -38,7 +38,7 @@ from fedplat.rounds.events import AssignmentFailed, Event, SiloReported, SilosLo
 from fedplat.rounds.protocols.gossip import state_of
 from fedplat.rounds.states import AssignmentState, AttemptPhase, Reason
 from fedplat.simulation.clients.device import DeviceAssignment, Sizes
-from fedplat.simulation.gossip.training import SiloTraining
+from fedplat.simulation.gossip.silos import SiloTraining
 from fedplat.simulation.protocols.base import ClientBehaviour, ClientWork
 from fedplat.simulation.recording.result import GossipExchange
 

@@ -15,8 +15,7 @@ from fedplat.simulation.engines.interface import Engine
 from fedplat.simulation.federated.training import RealTraining
 from fedplat.simulation.gossip.checks import check_silos, refuse_links
 from fedplat.simulation.gossip.mixing import Mixing, mix_without_training
-from fedplat.simulation.gossip.silos import SiloModels
-from fedplat.simulation.gossip.training import SiloTraining
+from fedplat.simulation.gossip.silos import SiloModels, SiloTraining
 from fedplat.simulation.parts import Simulation
 from fedplat.simulation.protocols.base import ClientBehaviour, ClientWork
 from fedplat.simulation.protocols.buffered import BufferedBehaviour

@@ -47,7 +47,7 @@ from fedplat_server.errors import ConfigError
 from fedplat_server.messages import validation
 from fedplat_server.records.audit import HOST
 from fedplat_server.records.operators import hash_token
-from fedplat_server.rpc.routing.shared_port import PortReservation
+from fedplat_server.rpc.routing.router import PortReservation
 from fedplat_server.storage import data_dir as data_folder
 
 DEFAULT_DASHBOARD = "127.0.0.1:7480"

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from fedplat.rounds import AttemptKey, Change, Coordinator, JobState, privacy_rules
-from fedplat.rounds.disclosure import disclosure_of
+from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat.rounds.protocols.base import protocol_of, training_of
 from fedplat.rounds.states import (
     ENDED_JOBS,

@@ -15,8 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from fedplat.rounds import Coordinator
 from fedplat_server import logs
-from fedplat_server.database.fleet import AvailabilityHour, ClientTraits
-from fedplat_server.database.sql_fleet import FleetStore
+from fedplat_server.database.sql_fleet import AvailabilityHour, ClientTraits, FleetStore
 from fedplat_server.errors import LeadershipLostError, StoreError
 
 HOUR_S = 3600.0

@@ -26,7 +26,7 @@ from fedplat.errors import JobFileError, PluginError, UserCodeError
 from fedplat.job import JobSpec, calibrate, plan_charge
 from fedplat.privacy import Charge, accounting
 from fedplat.rounds import JobState
-from fedplat.rounds.disclosure import disclosure_of
+from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat_server.database.jobs import JobRecord
 from fedplat_server.database.ledger import Budget, Population
 from fedplat_server.database.store import Store

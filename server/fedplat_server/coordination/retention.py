@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 
 from fedplat.job.sections import Retention
 from fedplat.rounds import AttemptKey, Change, JobState
-from fedplat.rounds.disclosure import disclosure_of
+from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat.rounds.states import ENDED_JOBS
 from fedplat_server import logs, retries
 from fedplat_server.coordination.availability import KEEP_S

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from sqlalchemy import case, select
 
 from fedplat_server.database import rows
-from fedplat_server.database.fleet import AvailabilityHour, ClientTraits
 from fedplat_server.database.tables import availability, clients
 from fedplat_server.database.transactions import Database
 
@@ -54,3 +55,26 @@ class FleetStore:
         """Remove the hours that began before a time; return their number."""
         delete = availability.delete().where(availability.c.hour_unix_s < before_unix_s)
         return await self._database.write(lambda connection: connection.execute(delete).rowcount)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ClientTraits:
+    """What is counted of a client. `sequence` grows in the order of enrollment."""
+
+    sequence: int
+    population: str
+    labels: Mapping[str, str]
+    software_version: str
+    is_revoked: bool
+
+
+class AvailabilityHour(NamedTuple):
+    """An hour of a population, from `hour_unix_s` on.
+
+    `num_seen` different clients checked in, and `max_available` is the most that waited or worked at one time.
+    """
+
+    population: str
+    hour_unix_s: float
+    num_seen: int
+    max_available: int

@@ -20,12 +20,12 @@ from fedplat.rounds import (
     rebuild_attempt,
     rounds_to_recall,
 )
+from fedplat.rounds.closing import MAX_DURATIONS
 from fedplat.rounds.influence import MAX_CLAIMS
 from fedplat.rounds.records import Claim
-from fedplat.rounds.reporting import MAX_DURATIONS
 from fedplat.rounds.states import HAVE_UPDATES, AttemptPhase
 from fedplat_server import crash_points
-from fedplat_server.database import json_lists, newer_states, rows, sql_ledger, sql_messages, tallies, writes
+from fedplat_server.database import json_lists, newer_states, rows, sql_ledger, tallies, writes
 from fedplat_server.database.job_files import JobFileReader
 from fedplat_server.database.jobs import (
     AttemptFilter,
@@ -137,7 +137,7 @@ class JobStore:
         """Return every job in the order of creation, in its last state.
 
         It has its last attempt, the assignments of that attempt, those carried over (`rounds.rebuild_attempt`), its
-        latest version, and the durations (`took_s`, oldest first, at most `reporting.MAX_DURATIONS`) of its
+        latest version, and the durations (`took_s`, oldest first, at most `closing.MAX_DURATIONS`) of its
         assignments that were reported in attempts of kind TRAIN. The times of assignments (`…_at`) are on a clock whose
         current time is `now`, as accurate as the wall clock; all other times are zero or None.
         """
@@ -331,7 +331,7 @@ class JobStore:
         version = rows.to_record(connection.execute(latest).one(), ModelVersion)
         last = _last_attempt(connection, row.job_id, epoch_unix_s)
         unmasked = sql_ledger.list_unmasked(connection, row.job_id) if rows.adds_own_noise(row) else ()
-        barred = sql_messages.list_barred(connection, row.job_id, last.attempt) if rows.may_be_secure(row) else ()
+        barred = writes.list_barred(connection, row.job_id, last.attempt) if rows.may_be_secure(row) else ()
         past = rows.ReportHistory(_durations(connection, row.job_id), _claims(connection, row.job_id), unmasked, barred)
         return rows.job_record(row, self._files, version, last, past)
 
@@ -400,7 +400,7 @@ def _last_attempt(connection: Connection, job_id: str, epoch_unix_s: float) -> r
     still_open = (assignments.c.job_id == job_id) & STILL_OPEN
     query = _with_kind().where(_made_in(row) | _folded_into(row) | still_open).order_by(assignments.c.client_id)
     attempt = rows.attempt(row)
-    messages = sql_messages.load(connection, attempt.key) if attempt.is_open else {}
+    messages = writes.load_messages(connection, attempt.key) if attempt.is_open else {}
     found = connection.execute(query).all()
     records = [rows.assignment(each, epoch_unix_s, messages.get(each.client_id, {})) for each in found]
     return rows.LastAttempt(*rebuild_attempt(attempt, records), newer_states.describe_unknown(row, found))

@@ -1,4 +1,4 @@
-"""The ended attempts of a SQL database, for their traces.
+"""The ended attempts of a SQL database, from which their traces are made.
 
 All times are read from the history. Its index is by job and sequence, so a query for one attempt reads the rows of that
 attempt, however long the history is.
@@ -6,6 +6,7 @@ attempt, however long the history is.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -17,7 +18,6 @@ from fedplat.rounds.states import BUSY_STATES, OPEN_PHASES, AssignmentState, Att
 from fedplat_server.database import newer_states
 from fedplat_server.database.rows import Row
 from fedplat_server.database.tables import assignments, history
-from fedplat_server.database.traces import EndedAssignment, EndedAttempt, PhaseStart
 from fedplat_server.database.transactions import Database
 
 _FAILED = (AssignmentState.FAILED, AssignmentState.REJECTED, AssignmentState.LATE)
@@ -147,3 +147,42 @@ def _count_assignments(connection: Connection, key: AttemptKey) -> Mapping[Assig
 
 def _in_window(window: _Window) -> ColumnElement[bool]:
     return and_(_H.job_id == window.job_id, _H.sequence > window.after, _H.sequence <= window.last)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PhaseStart:
+    """The time at which an attempt entered a phase."""
+
+    phase: AttemptPhase
+    unix_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EndedAssignment:
+    """An assignment that its client has finished or left, at `ended_unix_s`; `state` is the present one."""
+
+    id: AssignmentId
+    state: AssignmentState
+    reason: str
+    base_version: int
+    update_bytes: int
+    assigned_unix_s: float
+    ended_unix_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EndedAttempt:
+    """An attempt that has ended.
+
+    `sequence` is that of the history row of its end, `phases` has all its phases in order, the last one included.
+    `assignments` are those that clients finished or left since the previous attempt of the job ended; in a job with a
+    buffer some were made in earlier attempts. There is a limit: those that failed come first. `counts` has the numbers
+    of all assignments that were made in the attempt.
+    """
+
+    sequence: int
+    key: AttemptKey
+    kind: AttemptKind
+    phases: tuple[PhaseStart, ...]
+    assignments: tuple[EndedAssignment, ...]
+    counts: Mapping[AssignmentState, int]

@@ -17,18 +17,17 @@ import time
 from sqlalchemy import select
 
 from fedplat.config.plugins import BUILTIN, Plugins
-from fedplat_server.database import drivers, schema
+from fedplat_server.database import schema, transactions
 from fedplat_server.database.engine import async_url
 from fedplat_server.database.job_files import JobFileReader
 from fedplat_server.database.sql_assignments import AssignmentStore
-from fedplat_server.database.sql_audit import AuditStore
+from fedplat_server.database.sql_audit import AuditStore, OperatorStore
 from fedplat_server.database.sql_clients import ClientStore
 from fedplat_server.database.sql_events import EventStore
 from fedplat_server.database.sql_fleet import FleetStore
 from fedplat_server.database.sql_jobs import JobStore
 from fedplat_server.database.sql_leases import require_term
 from fedplat_server.database.sql_ledger import LedgerStore
-from fedplat_server.database.sql_operators import OperatorStore
 from fedplat_server.database.sql_retention import RetentionStore
 from fedplat_server.database.sql_traces import TraceStore
 from fedplat_server.database.sql_webhooks import WebhookStore
@@ -49,7 +48,7 @@ async def open_store(
     """
     url = async_url(database)
     await schema.require_usable(url)
-    return Store(Database(drivers.for_url(url), instruments), clock, plugins)
+    return Store(Database(transactions.driver_for_url(url), instruments), clock, plugins)
 
 
 class Store:

@@ -1,4 +1,4 @@
-"""The transaction of `JobStore.save`: changes flattened into few rows, their statements, and their constraints.
+"""The transaction that saves a job: changes flattened into few rows, and the messages of secure aggregations.
 
 A batch of changes may contain several states of one job, attempt or assignment; only the last one is written. So a
 save needs the same few statements, however many steps it contains.
@@ -6,24 +6,30 @@ save needs the same few statements, however many steps it contains.
 The transaction itself enforces the assumptions of privacy accounting (`fedplat.privacy.Mechanism`), whatever the
 coordinator has in memory: a version of a private job is written with its ledger row, and no client takes part more
 often, or in rounds closer together, than the job allows.
+
+Each message is a row of its own, which is written once: a step of an attempt whose messages have many megabytes writes
+only its own messages.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import sqlalchemy
 from sqlalchemy import Connection, distinct, func, or_, select
 
 from fedplat.job import JobSpec
-from fedplat.rounds import AttemptKey, Change
-from fedplat.rounds.changes import SentMessage
-from fedplat.rounds.disclosure import disclosure_of
+from fedplat.rounds import Attempt, AttemptKey, Change
+from fedplat.rounds.changes import MESSAGE_KINDS, SentMessage
+from fedplat.rounds.privacy_rules import disclosure_of
+from fedplat.rounds.protocols.secure_phases import MAX_BARRED
+from fedplat.rounds.states import Reason
 from fedplat_server import crash_points
-from fedplat_server.database import rows, sql_messages, tables
+from fedplat_server.database import rows, tables
 from fedplat_server.database.rows import Values
+from fedplat_server.database.tables import assignments, secure_messages
 from fedplat_server.errors import ParticipationError, StaleRevisionError, StoreError
 from fedplat_server.records.events import EventEntry, list_events
 
@@ -147,7 +153,7 @@ def write(connection: Connection, batch: Batch) -> None:
     dialect = connection.dialect.name
     _execute(connection, _upsert_attempts(dialect), list(batch.attempts.values()))
     _execute(connection, _upsert_assignments(dialect), list(batch.assignments.values()))
-    sql_messages.write(connection, batch.messages, batch.ended)
+    write_messages(connection, batch.messages, batch.ended)
     for key, limits in batch.limits.items():
         _require_limits(connection, key, limits)
     _add_versions(connection, batch)
@@ -246,3 +252,58 @@ def _upsert_assignments(dialect: str) -> sqlalchemy.Executable:
     for name in _FIRST_KEPT:
         changed[name] = func.coalesce(old[name], new[name])
     return statement.on_conflict_do_update(index_elements=keys, set_=changed)
+
+
+_C = secure_messages.c
+_DELETE = secure_messages.delete().where(
+    _C.job_id == sqlalchemy.bindparam("this_job"),
+    _C.round == sqlalchemy.bindparam("this_round"),
+    _C.number == sqlalchemy.bindparam("this_number"),
+)
+
+
+def write_messages(connection: Connection, messages: Sequence[SentMessage], ended: Collection[AttemptKey]) -> None:
+    """Add or replace messages, and remove those of attempts that end in the same transaction."""
+    latest = {(each.id, each.kind): each.content for each in messages if each.id.attempt not in ended}
+    values = [
+        {
+            "job_id": id_.attempt.job_id,
+            "round": id_.attempt.round,
+            "number": id_.attempt.number,
+            "client_id": id_.client_id,
+            "kind": kind,
+            "content": content,
+        }
+        for (id_, kind), content in latest.items()
+    ]
+    if values:
+        connection.execute(_upsert(connection.dialect.name), values)
+    if ended:
+        keys = [{"this_job": key.job_id, "this_round": key.round, "this_number": key.number} for key in sorted(ended)]
+        connection.execute(_DELETE, keys)
+
+
+def load_messages(connection: Connection, key: AttemptKey) -> Mapping[str, Mapping[str, bytes]]:
+    """Return the messages of the clients of an attempt: their contents by client and kind."""
+    mine = (_C.job_id == key.job_id) & (_C.round == key.round) & (_C.number == key.number)
+    query = select(_C.client_id, _C.kind, _C.content).where(mine, _C.kind.in_(MESSAGE_KINDS))
+    found: dict[str, dict[str, bytes]] = {}
+    for client_id, kind, content in connection.execute(query):
+        found.setdefault(client_id, {})[kind] = content
+    return found
+
+
+@functools.cache
+def _upsert(dialect: str) -> sqlalchemy.Executable:
+    statement = rows.insert(dialect, secure_messages)
+    keys = ["job_id", "round", "number", "client_id", "kind"]
+    return statement.on_conflict_do_update(index_elements=keys, set_={"content": statement.excluded.content})
+
+
+def list_barred(connection: Connection, job_id: str, last: Attempt | None) -> tuple[str, ...]:
+    """Return the clients whose messages were invalid in an attempt of a job before its last one."""
+    columns = assignments.c
+    query = select(columns.client_id).where(columns.job_id == job_id, columns.reason == Reason.REJECTED_MESSAGE)
+    if last is not None:
+        query = query.where(or_(columns.round != last.key.round, columns.number != last.key.number))
+    return tuple(sorted(connection.execute(query.distinct()).scalars())[:MAX_BARRED])

@@ -20,11 +20,10 @@ from fedplat_server.rpc.admission import Admission
 from fedplat_server.rpc.check_in import AssignmentMessages, CheckInParts, CheckInService
 from fedplat_server.rpc.client_access import AssignmentFinder, ClientAccess, ClientAccessParts
 from fedplat_server.rpc.client_models import ClientModels, ClientModelsParts
-from fedplat_server.rpc.clients import ClientsParts, ClientsService
+from fedplat_server.rpc.clients import ClientsParts, ClientsService, FleetView
 from fedplat_server.rpc.enrollment import EnrollmentParts, EnrollmentService
 from fedplat_server.rpc.events import EventsService
 from fedplat_server.rpc.fleet import FleetParts, FleetService
-from fedplat_server.rpc.fleet_view import FleetView
 from fedplat_server.rpc.job_models import JobModelsParts, JobModelsService
 from fedplat_server.rpc.job_rounds import JobRoundsParts, JobRoundsService
 from fedplat_server.rpc.job_view import JobView

@@ -11,7 +11,7 @@ from fedplat.config.loaded_plugins import PluginVersion
 from fedplat.job import JobSpec, Scalar
 from fedplat.rounds import Attempt, ModelVersion
 from fedplat.rounds.commands import RetryWindow
-from fedplat.rounds.disclosure import disclosure_of
+from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat.rounds.states import (
     BUSY_STATES,
     REASON_TEXTS,

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from typing_extensions import override
 
 from fedplat.rounds import Coordinator, JobState
-from fedplat.rounds.disclosure import disclosure_of
+from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat.rounds.protocols.base import protocol_of, training_of
 from fedplat.rounds.states import ENDED_JOBS, JobStatus
 from fedplat_server import __version__, logs

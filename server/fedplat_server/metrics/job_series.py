@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from fedplat.rounds import Assignment, AttemptKey, Change, HistoryRow, JobState
 from fedplat.rounds.commands import Command, Commit
-from fedplat.rounds.disclosure import disclosure_of
+from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat.rounds.states import (
     ENDED_JOBS,
     OPEN_PHASES,

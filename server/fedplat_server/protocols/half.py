@@ -12,8 +12,7 @@ from fedplat.aggregate import Rule
 from fedplat.codecs import container
 from fedplat.job import JobSpec
 from fedplat.rounds import Assignment, AttemptKey, Change, JobState, Verdict
-from fedplat.rounds.commands import RunWarmStart
-from fedplat.rounds.transition import ACCEPTED
+from fedplat.rounds.commands import ACCEPTED, RunWarmStart
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
 from fedplat_server.aggregation.backend import AggregationBackend, LocalAggregation
 from fedplat_server.aggregation.pooled import WithFallback

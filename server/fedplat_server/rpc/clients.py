@@ -1,28 +1,32 @@
-"""The service `Clients`: clients, and the tokens with which they enroll."""
+"""The service `Clients`: clients and the tokens with which they enroll, filters of their list, and the whole fleet."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
+from collections.abc import Iterable
 
 from typing_extensions import override
 
+from fedplat.rounds import Coordinator
 from fedplat.wire.auth import is_address
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
 from fedplat_server.auth.client_directory import ClientDirectory
 from fedplat_server.auth.enrollment import Enrollments
 from fedplat_server.config import Limits
+from fedplat_server.coordination.availability import HOUR_S, KEEP_S, AvailabilityTracker, FleetCounter, FleetCounts
 from fedplat_server.coordination.progress import ProgressTracker
 from fedplat_server.coordination.revocation import EnrolledClients, Revocation
 from fedplat_server.coordination.runner import Runner
-from fedplat_server.database.clients import ClientRecord, EnrollmentToken
+from fedplat_server.database.clients import ClientFilter, ClientRecord, EnrollmentToken
 from fedplat_server.database.sql_clients import ClientStore
+from fedplat_server.database.sql_fleet import AvailabilityHour, FleetStore
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import validation
-from fedplat_server.rpc import client_filters, pages
-from fedplat_server.rpc.caller import current_operator
-from fedplat_server.rpc.fleet_view import FleetView
+from fedplat_server.rpc import pages
 from fedplat_server.rpc.handlers import Context
+from fedplat_server.rpc.operator_access import current_operator
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,10 +55,10 @@ class ClientsService(admin_pb2_grpc.ClientsServicer):
     ) -> admin_pb2.ListClientsResponse:
         size, after = pages.size(request.page_size), pages.token(request.page_token, pages.ID)
         store, coordinator = self._parts.store, self._parts.runner.coordinator
-        found = client_filters.select(coordinator, request, self._parts.limits)
+        found = select_clients(coordinator, request, self._parts.limits)
         records = await store.list_clients(found.which, after=after, limit=size + 1)
         page, token = pages.cut(records, size, self._client, lambda record: record.client_id)
-        total = len(page) if not (after or token) else await client_filters.count(store, found)
+        total = len(page) if not (after or token) else await count_clients(store, found)
         return admin_pb2.ListClientsResponse(clients=page, next_page_token=token, total=total)
 
     @override
@@ -157,3 +161,154 @@ def _enrollment(token: EnrollmentToken) -> admin_pb2.Enrollment:
         expires_unix_s=token.expires_unix_s,
         state=token.describe_problem(time.time()) or "open",
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class ClientSelection:
+    """The clients of a list; their number is that of `counted`, less that of `less`, plus `num_known`."""
+
+    which: ClientFilter
+    counted: ClientFilter | None
+    less: ClientFilter | None = None
+    num_known: int = 0
+
+
+def select_clients(coordinator: Coordinator, request: admin_pb2.ListClientsRequest, limits: Limits) -> ClientSelection:
+    """Return the clients that a request selects. Raises `RefusedError` if it is not valid."""
+    conditions = ClientFilter(
+        population=validation.name(request.population, "population") if request.population else None,
+        labels=validation.labels(request.labels, limits),
+        search=validation.search(request.search).lower(),
+    )
+    current = dataclasses.replace(conditions, is_revoked=False)
+    busy = list(coordinator.busy_clients)
+    match request.state:
+        case "":
+            return ClientSelection(conditions, conditions)
+        case "revoked":
+            revoked = dataclasses.replace(conditions, is_revoked=True)
+            return ClientSelection(revoked, revoked)
+        case "busy":
+            which = dataclasses.replace(current, only=busy)
+            return ClientSelection(which, which)
+        case "waiting":
+            waiting = _list_waiting(coordinator, conditions)
+            return ClientSelection(dataclasses.replace(current, only=waiting), None, None, len(waiting))
+        case "away":
+            waiting = _list_waiting(coordinator, conditions)
+            which = dataclasses.replace(current, without=[*waiting, *busy])
+            return ClientSelection(which, current, dataclasses.replace(current, only=busy), -len(waiting))
+        case _:
+            text = f"state is {request.state[:80]!r}; expected waiting, busy, away or revoked, or none for all"
+            raise RefusedError(Code.INVALID_REQUEST, text)
+
+
+async def count_clients(store: ClientStore, selected: ClientSelection) -> int:
+    """Return the number of selected clients."""
+    counted = await store.count_clients(selected.counted) if selected.counted is not None else 0
+    less = await store.count_clients(selected.less) if selected.less is not None else 0
+    return max(counted - less + selected.num_known, 0)
+
+
+def _list_waiting(coordinator: Coordinator, which: ClientFilter) -> list[str]:
+    """Return the waiting clients that satisfy the conditions on population, labels and id."""
+    waiting = coordinator.room.clients.values()
+    if which.population is not None:
+        waiting = [client for client in waiting if client.population == which.population]
+    if which.search:
+        waiting = [client for client in waiting if which.search in client.client_id]
+    for name, value in which.labels.items():
+        waiting = [client for client in waiting if client.labels.get(name) == value]
+    busy = coordinator.busy_clients
+    return [client.client_id for client in waiting if client.client_id not in busy]
+
+
+MAX_LABELS = 20
+MAX_VALUES = 20
+MAX_VERSIONS = 20
+DEFAULT_S = 7 * 24 * HOUR_S
+MAX_ROWS = 20_000
+"""Maximum number of hours of all populations in a response, which limits its size to about 1 MiB."""
+
+
+class FleetView:
+    """Counts the clients that have enrolled, and those that are there."""
+
+    def __init__(
+        self, counter: FleetCounter, store: FleetStore, availability: AvailabilityTracker, runner: Runner
+    ) -> None:
+        self._counter = counter
+        self._store = store
+        self._availability = availability
+        self._coordinator = runner.coordinator
+
+    async def show(self, request: admin_pb2.ShowFleetRequest) -> admin_pb2.ShowFleetResponse:
+        """Return the counts of a population, or of all. Raises `RefusedError` if the request is not valid."""
+        population = validation.name(request.population, "population") if request.population else ""
+        since = validation.since(request.since_unix_s) or time.time() - DEFAULT_S
+        counts = await self._counter.count()
+        hours = await self._store.list_availability(max(since, time.time() - KEEP_S), population)
+        current = [hour for hour in self._availability.current if population in ("", hour.population)]
+        return admin_pb2.ShowFleetResponse(
+            populations=self._populations(counts, population),
+            labels=_labels(counts, population),
+            versions=_versions(counts, population),
+            hours=_merge(hours, current),
+        )
+
+    def _populations(self, counts: FleetCounts, only: str) -> list[admin_pb2.PopulationCount]:
+        busy = Counter[str]()
+        for job in self._coordinator.jobs.values():
+            busy[job.spec.population] += job.num_busy
+        return [
+            admin_pb2.PopulationCount(
+                population=name,
+                num_clients=number,
+                num_waiting=self._coordinator.room.num_waiting(name),
+                num_busy=busy[name],
+                num_revoked=counts.revoked[name],
+            )
+            for name, number in sorted(counts.enrolled.items())
+            if only in ("", name)
+        ]
+
+
+def _labels(counts: FleetCounts, only: str) -> list[admin_pb2.ValueCount]:
+    """Return the labels that most clients have, each with its most frequent values."""
+    found: dict[str, Counter[str]] = {}
+    for (population, name, value), number in counts.labels.items():
+        if only in ("", population):
+            found.setdefault(name, Counter())[value] += number
+    frequent = sorted(found.items(), key=lambda each: (-each[1].total(), each[0]))[:MAX_LABELS]
+    return [
+        admin_pb2.ValueCount(name=name, value=value, count=number)
+        for name, values in frequent
+        for value, number in _most_frequent(values, MAX_VALUES)
+    ]
+
+
+def _versions(counts: FleetCounts, only: str) -> list[admin_pb2.ValueCount]:
+    found = Counter[str]()
+    for (population, version), number in counts.versions.items():
+        if only in ("", population):
+            found[version] += number
+    return [admin_pb2.ValueCount(value=value, count=number) for value, number in _most_frequent(found, MAX_VERSIONS)]
+
+
+def _most_frequent(values: Counter[str], most: int) -> list[tuple[str, int]]:
+    return sorted(values.items(), key=lambda each: (-each[1], each[0]))[:most]
+
+
+def _merge(stored: Iterable[AvailabilityHour], current: Iterable[AvailabilityHour]) -> list[admin_pb2.AvailabilityHour]:
+    """Return the latest hours, with the larger numbers where the current hour is stored already."""
+    merged = {(hour.hour_unix_s, hour.population): hour for hour in stored}
+    for hour in current:
+        key = (hour.hour_unix_s, hour.population)
+        before = merged.get(key, hour)
+        merged[key] = AvailabilityHour(
+            *(hour.population, hour.hour_unix_s),
+            num_seen=max(before.num_seen, hour.num_seen),
+            max_available=max(before.max_available, hour.max_available),
+        )
+    latest = sorted(merged)[-MAX_ROWS:]
+    return [admin_pb2.AvailabilityHour(**merged[key]._asdict()) for key in latest]

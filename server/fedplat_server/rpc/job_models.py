@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from typing_extensions import override
 
 from fedplat.rounds import JobState, ModelVersion
-from fedplat.rounds.disclosure import disclosure_of
 from fedplat.rounds.events import RollbackOrdered
+from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, model_pb2
 from fedplat_server.auth.rate_limits import RecentEntries
 from fedplat_server.config import Limits
@@ -22,10 +22,10 @@ from fedplat_server.messages import convert, streams
 from fedplat_server.records import audit
 from fedplat_server.records.audit import AuditEntry
 from fedplat_server.rpc import pages
-from fedplat_server.rpc.caller import current_operator
 from fedplat_server.rpc.handlers import Context
 from fedplat_server.rpc.job_registry import JobRegistry
 from fedplat_server.rpc.job_view import JobView
+from fedplat_server.rpc.operator_access import current_operator
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.read_cache import Chunks
 

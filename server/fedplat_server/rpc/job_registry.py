@@ -12,7 +12,7 @@ from fedplat.rounds.states import ENDED_JOBS
 from fedplat_server.coordination.runner import Runner
 from fedplat_server.database.jobs import JobRecord
 from fedplat_server.errors import Code, RefusedError
-from fedplat_server.rpc.caller import current_operator
+from fedplat_server.rpc.operator_access import current_operator
 
 
 class JobRegistry:

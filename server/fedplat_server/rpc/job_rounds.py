@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator
 from typing_extensions import override
 
 from fedplat.rounds import AttemptKey, JobState
-from fedplat.rounds.disclosure import disclosure_of
+from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat.rounds.states import ENDED_JOBS
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
 from fedplat_server.coordination.progress import ProgressTracker
 from fedplat_server.coordination.runner import Runner
-from fedplat_server.database.assignments import AssignmentRecord
 from fedplat_server.database.jobs import AttemptFilter, AttemptRecord
+from fedplat_server.database.sql_assignments import AssignmentRecord
 from fedplat_server.database.store import Store
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import convert, validation
@@ -23,7 +23,7 @@ from fedplat_server.rpc import pages, round_details
 from fedplat_server.rpc.handlers import Context
 from fedplat_server.rpc.job_registry import JobRegistry
 from fedplat_server.rpc.job_view import JobView
-from fedplat_server.rpc.progress_events import ProgressEvents, ProgressParts
+from fedplat_server.rpc.round_details import ProgressEvents, ProgressParts
 from fedplat_server.training.evaluation import EvaluationScheduler
 
 

@@ -1,11 +1,14 @@
 """Authentication and authorization of operators, for each call of the services of `admin.proto` and `events.proto`.
 
 The option `needed_role` of a method in the proto is the lowest role that may call it. All other methods are denied.
+
+The operator whose call a task serves.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import dataclasses
 import datetime
 import time
@@ -20,12 +23,29 @@ from fedplat.wire.v1 import admin_pb2, events_pb2, options_pb2
 from fedplat_server import logs
 from fedplat_server.auth.addresses import Origins
 from fedplat_server.auth.rate_limits import BoundedAudit, Quotas
-from fedplat_server.database.sql_operators import OperatorStore
+from fedplat_server.database.sql_audit import OperatorStore
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.records.audit import AuditAction, AuditEntry
 from fedplat_server.records.operators import OperatorRecord, Role, hash_token, looks_like_token
-from fedplat_server.rpc.caller import set_operator
 from fedplat_server.rpc.handlers import Context
+
+_operator: contextvars.ContextVar[OperatorRecord] = contextvars.ContextVar("operator")
+
+
+def set_operator(operator: OperatorRecord) -> None:
+    """Note the operator whose call this task serves."""
+    _operator.set(operator)
+
+
+def current_operator() -> str:
+    """Return the name of the operator whose call this task serves."""
+    return _operator.get().name
+
+
+def current_role() -> Role:
+    """Return the role of the operator whose call this task serves."""
+    return _operator.get().role
+
 
 _ROLES = {
     options_pb2.ROLE_VIEWER: Role.VIEWER,

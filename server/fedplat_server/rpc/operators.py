@@ -32,8 +32,8 @@ from fedplat_server.records.audit import AuditAction, AuditEntry, AuditFilter, A
 from fedplat_server.records.lease import Lease
 from fedplat_server.records.operators import OperatorRecord
 from fedplat_server.rpc import pages
-from fedplat_server.rpc.caller import current_operator, current_role
 from fedplat_server.rpc.handlers import Context
+from fedplat_server.rpc.operator_access import current_operator, current_role
 
 MAX_ALERTS = 100
 _SEVERITIES = {

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from fedplat.job import JobSpec
 from fedplat.privacy import Charge, releases
-from fedplat.rounds.disclosure import disclosure_of
+from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
 from fedplat_server.coordination import budgets
 from fedplat_server.coordination.budgets import Budgets
@@ -21,9 +21,9 @@ from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import convert, validation
 from fedplat_server.records.audit import AuditAction, AuditEntry
 from fedplat_server.rpc import pages
-from fedplat_server.rpc.caller import current_operator
 from fedplat_server.rpc.handlers import Context
 from fedplat_server.rpc.job_registry import JobRegistry
+from fedplat_server.rpc.operator_access import current_operator
 
 MAX_EPSILON = 1e6
 _TOKEN = re.compile(rf"job:{pages.ID.pattern}|population:{pages.NAME.pattern}")

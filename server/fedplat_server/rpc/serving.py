@@ -1,27 +1,36 @@
-"""The gRPC server: its services, options and ports."""
+"""The gRPC server: its services, options and ports, and its health.
+
+Ready means that the database answers or, at a gateway, that the leader is reachable: load balancers send no calls to a
+daemon that is not ready. Alive means that the process serves its port. Restart policies must use liveness: a restart
+does not bring back a database.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import datetime
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import grpc
 from grpc import aio
-from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from typing_extensions import override
 
 from fedplat import wire
 from fedplat.wire.v1 import admin_pb2_grpc, events_pb2_grpc, fleet_pb2, fleet_pb2_grpc
+from fedplat_server import logs
 from fedplat_server.auth.addresses import Origins
 from fedplat_server.auth.certificates import CertificateIssuer, PeerCertificates
 from fedplat_server.auth.pki_folder import PkiFolder
 from fedplat_server.auth.tls import Certificates
 from fedplat_server.config import ServerConfig
-from fedplat_server.errors import ConfigError
+from fedplat_server.coordination.runner import Runner
+from fedplat_server.database.store import Store
+from fedplat_server.errors import ConfigError, StoreError
 from fedplat_server.instruments import Instruments
 from fedplat_server.messages.streams import UploadMessage
 from fedplat_server.rpc import operator_access
@@ -29,16 +38,15 @@ from fedplat_server.rpc.admission import FLEET, Admission, OpenAdmission, Reads
 from fedplat_server.rpc.clients import ClientsService
 from fedplat_server.rpc.events import EventsService
 from fedplat_server.rpc.handlers import Handler
-from fedplat_server.rpc.health import Health
 from fedplat_server.rpc.interceptor import ErrorInterceptor
 from fedplat_server.rpc.operators import OperatorsService
 from fedplat_server.rpc.privacy import PrivacyService
-from fedplat_server.rpc.routing.router import Collector, LocalRoute, Router
-from fedplat_server.rpc.routing.shared_port import PortReservation
+from fedplat_server.rpc.routing.router import Collector, LocalRoute, PortReservation, Router
 from fedplat_server.rpc.webhooks import WebhooksService
 
 if TYPE_CHECKING:
     from fedplat_server.tracing.provider import Tracing
+
 
 _Servicer = TypeVar("_Servicer")
 _SERVICES = (FLEET, *(service.full_name for service in operator_access.SERVICES))
@@ -271,3 +279,67 @@ def _bind(server: aio.Server, address: str, option: str, credentials: grpc.Serve
             f"cannot listen on {address}: the port is taken or the address is not this machine's; "
             f"choose another with {option} HOST:PORT"
         ) from exc
+
+
+LIVENESS = "liveness"
+CHECK_S = 1.0
+"""How often the database is pinged."""
+PING_TIMEOUT_S = 5.0
+"""A database that has not answered a ping for this long counts as unavailable."""
+
+_Status = health_pb2.HealthCheckResponse
+
+
+class Health:
+    """The state that the health service reports; `watch` updates it."""
+
+    def __init__(self, services: Iterable[str]) -> None:
+        self.servicer: Any = cast(Any, health).aio.HealthServicer()
+        self._names = ("", *services)
+        self._ready: bool | None = None
+        self._stopped = False
+
+    async def start(self) -> None:
+        """Report alive, and ready if `set_ready(True)` was called before."""
+        await self.servicer.set(LIVENESS, _Status.SERVING)
+        await self.set_ready(self._ready or False)
+
+    async def stop(self) -> None:
+        """Report not ready from now on; stay alive."""
+        await self.set_ready(False)
+        self._stopped = True
+
+    async def watch(self, store: Store, runner: Runner) -> None:
+        """Ping the database and report readiness, until cancelled."""
+        ping: asyncio.Task[None] | None = None
+        try:
+            while True:
+                ping = ping or asyncio.create_task(store.ping(), name="ping")
+                # A slow ping is not cancelled, which would cost a connection: the next iteration waits for it again.
+                await asyncio.wait([ping], timeout=PING_TIMEOUT_S)
+                is_available = False
+                if ping.done():
+                    is_available, ping = _check_ping(ping), None
+                before = self._ready
+                await self.set_ready(is_available and not runner.in_doubt)
+                if self._ready != before:
+                    logs.get().info("the server is ready again" if self._ready else "the server is not ready")
+                await asyncio.sleep(CHECK_S)
+        finally:
+            if ping is not None:
+                ping.cancel()
+
+    async def set_ready(self, ready: bool) -> None:
+        """Report ready or not ready from now on."""
+        if self._stopped or ready == self._ready:
+            return
+        self._ready = ready
+        for name in self._names:
+            await self.servicer.set(name, _Status.SERVING if ready else _Status.NOT_SERVING)
+
+
+def _check_ping(ping: asyncio.Task[None]) -> bool:
+    error = ping.exception()
+    if error is not None and not isinstance(error, StoreError):
+        logs.get().error("pinging the database failed", exc_info=error)
+    return error is None

@@ -15,9 +15,9 @@ from fedplat_server.records import events
 from fedplat_server.records.audit import AuditAction, AuditEntry
 from fedplat_server.records.events import DeliveryRecord, DeliveryState, WebhookRecord
 from fedplat_server.rpc import pages
-from fedplat_server.rpc.caller import current_operator
 from fedplat_server.rpc.events import check_types, encode_event
 from fedplat_server.rpc.handlers import Context
+from fedplat_server.rpc.operator_access import current_operator
 from fedplat_server.webhooks.delivery import DeliveryTask
 
 _DELIVERY_TOKEN = re.compile(rf"([0-9]{{1,18}})\.({events.WEBHOOK_ID.pattern})")

@@ -37,7 +37,7 @@ from typing import ParamSpec, TypeVar
 
 from fedplat import durable
 from fedplat.rounds import AssignmentId, AttemptKey, Change
-from fedplat.rounds.reporting import needs_update
+from fedplat.rounds.closing import needs_update
 from fedplat_server import crash_points, logs
 from fedplat_server.errors import BlobError, UploadError
 from fedplat_server.storage import files

@@ -30,7 +30,7 @@ from typing_extensions import override
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat.rounds.states import AssignmentState, AttemptPhase
 from fedplat_server import __version__, logs
-from fedplat_server.database.traces import EndedAssignment, EndedAttempt
+from fedplat_server.database.sql_traces import EndedAssignment, EndedAttempt
 from fedplat_server.tracing import ids
 
 CLOSE_S = 1.0

@@ -31,7 +31,7 @@ from fedplat.model import ModelFile, Values
 from fedplat.parallel import Parallel
 from fedplat.privacy import KEY_BYTES, Noise
 from fedplat.rounds import JobState
-from fedplat.rounds.disclosure import disclosure_of
+from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat_server.storage.blobs import BlobStore
 
 

@@ -12,7 +12,7 @@ from fedplat.errors import SecureAggregationError
 from fedplat.secure_aggregation.primitives import KeyPair
 from fedplat.secure_aggregation.relay import RelayExchange, RelayLink, RelayMember
 from fedplat_client._state.data_dir import SigningKey, new_signing_key
-from fedplat_client._work.peers.relay import open_file, seal_file
+from fedplat_client._work.peers.fetch import open_file, seal_file
 from support.secure_group import random_of
 
 CONTENT = bytes(range(256)) * 10_000

@@ -9,7 +9,7 @@ import pytest
 
 from fedplat.rounds import ParticipationHistory, pacing
 from fedplat.rounds.commands import RetryWindow
-from fedplat.rounds.eligible import EligibleClients
+from fedplat.rounds.demand import EligibleClients
 from fedplat.rounds.events import JobAction, OperatorCommand
 from fedplat.rounds.privacy_rules import MAX_FUTILE_ATTEMPTS
 from fedplat.rounds.states import AttemptPhase, JobStatus, Reason

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedplat.rounds import ParticipationHistory
-from fedplat.rounds.eligible import EligibleClients
+from fedplat.rounds.demand import EligibleClients
 from fedplat.sampling import Candidates, Uniform
 from support.rounds.driver import make_client
 from support.rounds.pools import key, names, took_part

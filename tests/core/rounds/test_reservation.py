@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fedplat.job import JobSpec
-from fedplat.rounds import Proposal, reservation
+from fedplat.rounds import Proposal, selection
 from fedplat.rounds.commands import Assign, Commit
 from fedplat.rounds.events import JobAction, UpdateReported
 from support.rounds.driver import Driver, commands_of, make_aggregated, make_client, make_job, make_spec
@@ -105,7 +105,7 @@ def test_a_client_that_goes_away_for_good_ends_the_reservation(monkeypatch: pyte
     driver = playing.driver
     gone = next(iter(driver.coordinator.room.clients or driver.coordinator.busy_clients))
     monkeypatch.setattr(playing, "_check_in", _except(gone, playing))
-    playing.play(reservation.RETURN_S + 70.0)  # until the selection in progress is over
+    playing.play(selection.RETURN_S + 70.0)  # until the selection in progress is over
     rounds = playing.play(30.0)
     assert rounds["one"] >= 40
     assert rounds["full"] == 0

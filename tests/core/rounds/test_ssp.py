@@ -12,9 +12,16 @@ import numpy as np
 import pytest
 
 from fedplat.rounds.events import ClientRevoked, UpdateReported
-from fedplat.rounds.protocols import clock_set
-from fedplat.rounds.protocols.clock_set import CLEAN_CLOCKS, ClockSet, Lapse, clocks_from_builtins, clocks_to_builtins
-from fedplat.rounds.protocols.ssp import clocks_of, list_withheld
+from fedplat.rounds.protocols import ssp
+from fedplat.rounds.protocols.ssp import (
+    CLEAN_CLOCKS,
+    ClockSet,
+    Lapse,
+    clocks_from_builtins,
+    clocks_of,
+    clocks_to_builtins,
+    list_withheld,
+)
 from fedplat.rounds.states import AttemptKind, JobStatus, Reason
 from support.rounds.driver import Driver, assigned, make_job, make_spec
 
@@ -213,7 +220,7 @@ def test_clean_clocks_forgive_a_client_that_has_left() -> None:
 
 
 def test_those_who_have_left_take_bounded_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock_set, "MAX_LEFT", 3)
+    monkeypatch.setattr(ssp, "MAX_LEFT", 3)
     driver = begin(1, slack=9, concurrency=2, rounds=100)
     joined = 0
     for number in range(8):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fedplat import codecs
-from fedplat.rounds.protocols.clock_set import clocks_from_builtins
+from fedplat.rounds.protocols.ssp import clocks_from_builtins
 from fedplat_server.verify.checker import verify
 from support.crash import chains, evaluator, recompute, scenario
 from support.crash.chains import POINTS, Chain

@@ -8,8 +8,8 @@ from msgspec import structs
 from fedplat.rounds import AttemptKey
 from fedplat.rounds.events import AssignmentFailed, AttemptAggregated, JobAction, RollbackOrdered, UpdateReported
 from fedplat.rounds.states import Reason
-from fedplat_server.database.assignments import AssignmentFilter
 from fedplat_server.database.jobs import AttemptFilter, Removable, RetainedVersions
+from fedplat_server.database.sql_assignments import AssignmentFilter
 from fedplat_server.database.store import Store
 from fedplat_server.errors import StoreError
 from support.store.driver import JOB_FILE, Driver, digest_of, draft, eventful, run_to_the_end

@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 from msgspec import structs
 
-from fedplat.rounds import AttemptKey, Change, reporting
+from fedplat.rounds import AttemptKey, Change, closing
 from fedplat.rounds.events import AttemptAggregated, JobAction, OperatorCommand, UpdateReported
 from fedplat.rounds.states import AttemptPhase, JobStatus
 from fedplat_server.database.jobs import AttemptFilter
@@ -102,7 +102,7 @@ async def test_only_the_newest_durations_are_read_in_order(store: Store) -> None
         await store.jobs.save(changes, NOW)
         await driver.aggregate("one")
     (record,) = await store.jobs.load_jobs()
-    assert len(record.state.durations) == reporting.MAX_DURATIONS
+    assert len(record.state.durations) == closing.MAX_DURATIONS
     await driver.check()
 
 

@@ -18,7 +18,7 @@ from sqlalchemy import event, text
 from fedplat.rounds.events import AssignmentFailed, JobAction, OperatorCommand
 from fedplat.rounds.states import JobStatus, Reason
 from fedplat.texts import shorten
-from fedplat_server.database import drivers as transactions
+from fedplat_server.database import transactions
 from fedplat_server.database.engine import async_url, create_engine
 from fedplat_server.database.jobs import AttemptFilter
 from fedplat_server.database.store import Store, open_store
@@ -157,7 +157,7 @@ async def _in_order(coroutines: Any) -> None:
 
 @pytest.mark.fault("F7")
 async def test_a_full_disk_is_unavailability_and_passes(sqlite: str) -> None:
-    ways, limit = transactions.for_url(async_url(sqlite)), [2**30]
+    ways, limit = transactions.driver_for_url(async_url(sqlite)), [2**30]
 
     def on_begin(connection: Any) -> None:
         connection.exec_driver_sql(f"PRAGMA max_page_count = {limit[0]}")

@@ -21,12 +21,12 @@ from sqlalchemy import event, exc
 from typing_extensions import override
 
 from fedplat_server import leadership
-from fedplat_server.database import drivers, engine, sql_leases
-from fedplat_server.database.drivers import ThreadedSqlite
+from fedplat_server.database import engine, sql_leases, transactions
 from fedplat_server.database.engine import WRITES, async_url, create_blocking_engine, translate_errors
 from fedplat_server.database.sql_leases import LeaseStore
 from fedplat_server.database.store import Store
 from fedplat_server.database.tables import leases
+from fedplat_server.database.transactions import ThreadedSqlite
 from fedplat_server.errors import StoreUnavailableError
 from support.fault_simulation.virtual import PROCESS, SimulatedProcess, VirtualLoop
 
@@ -51,7 +51,7 @@ class DatabaseServer:
 
     def install(self) -> None:
         """Takes over how transactions run in this process."""
-        drivers.create_blocking_engine = self._create_engine
+        transactions.create_blocking_engine = self._create_engine
         ThreadedSqlite._write = functools.partialmethod(_write, self)  # pyright: ignore
         ThreadedSqlite._read = functools.partialmethod(_read, self, ThreadedSqlite._read)  # pyright: ignore
         leadership.open_leases = self._open_leases

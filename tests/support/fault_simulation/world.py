@@ -31,7 +31,7 @@ from fedplat_server.daemon import Daemon
 from fedplat_server.database import schema
 from fedplat_server.database.store import Store, open_store
 from fedplat_server.errors import BlobError, BlobUnavailableError, LeadershipLostError, StoreUnavailableError
-from fedplat_server.rpc import health
+from fedplat_server.rpc import serving
 from support.crash import scenario
 from support.crash.scenario import CODECS, Member, Receipt, content_of
 from support.daemons import Operator, Site, digest_of
@@ -445,7 +445,7 @@ def simulated(world: World) -> Generator[None]:
     world.database.is_away = world.is_database_away
     world.database.install()
     _replace_flock()
-    health.CHECK_S = 5.0  # each ping is a transaction
+    serving.CHECK_S = 5.0  # each ping is a transaction
     require_usable, schema.require_usable = schema.require_usable, _usable
     crash_points._trap = cast(Any, world)  # pyright: ignore[reportPrivateUsage]
     if world.plan.num_servers > 1:

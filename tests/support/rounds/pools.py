@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedplat.rounds import AttemptKey, Participation
-from fedplat.rounds.eligible import EligibleClients
+from fedplat.rounds.demand import EligibleClients
 
 
 def key(round_: int, number: int = 1) -> AttemptKey:

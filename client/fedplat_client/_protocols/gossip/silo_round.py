@@ -30,8 +30,7 @@ from fedplat.wire.v1 import model_pb2
 from fedplat_client._protocols.gossip.calls import PhaseWatch, SiloCalls, limit_time
 from fedplat_client._protocols.gossip.fetching import Fetched, fetch_models
 from fedplat_client._protocols.gossip.model import SiloModel
-from fedplat_client._protocols.gossip.network import PeerNetwork, RemoteFile
-from fedplat_client._protocols.gossip.offers import Delivery, Offers
+from fedplat_client._protocols.gossip.network import Delivery, Offers, PeerNetwork, RemoteFile
 from fedplat_client._protocols.gossip.ring import BrokenRingError, RingRun
 from fedplat_client._state.silo_store import PendingMean
 from fedplat_client._work.failures import AssignmentFailedError

@@ -24,8 +24,7 @@ from fedplat.wire import records
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client._protocols.gossip.calls import SiloCalls
 from fedplat_client._protocols.gossip.model import SiloModel
-from fedplat_client._protocols.gossip.network import ByteCounter, PeerNetwork
-from fedplat_client._protocols.gossip.offers import Offers, PortOffers, RelayOffers
+from fedplat_client._protocols.gossip.network import ByteCounter, Offers, PeerNetwork, PortOffers, RelayOffers
 from fedplat_client._protocols.gossip.silo_round import RoundWork, SiloRound
 from fedplat_client._state.silo_store import RelaySecret, SiloFolder, SiloStore
 from fedplat_client._state.two_phase import SentReport

@@ -1,16 +1,19 @@
-"""Fetch a file from the listener of a peer: resumed after breaks, given up at a deadline, verified by its digest."""
+"""Fetch a file from the listener of a peer, resumed after breaks, or encrypted from the server's relay."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 import grpc
 
+from fedplat.secure_aggregation.primitives import KeyPair
+from fedplat.secure_aggregation.relay import RelayLink
 from fedplat.wire import pieces
 from fedplat.wire.v1 import model_pb2, peer_pb2
 from fedplat_client import transport
@@ -210,4 +213,27 @@ def _deleted_on_mismatch(part: PartialDownload) -> Generator[None]:
     except TransferError as exc:
         if getattr(exc, "reason", "") != "TIMEOUT":
             part.path.unlink(missing_ok=True)
+        raise
+
+
+def seal_file(link: RelayLink, own: KeyPair, source: Path, target: Path) -> None:
+    """Encrypt a file for its receiver. Raises `SecureAggregationError` or `OSError`, and then leaves no target."""
+    _convert(lambda plain, sealed: link.seal(own, plain, sealed), source, target)
+
+
+def open_file(link: RelayLink, own: KeyPair, source: Path, target: Path) -> None:
+    """Decrypt a file of its sender. Raises `SecureAggregationError` or `OSError`, and then leaves no target."""
+    _convert(lambda sealed, plain: link.open(own, sealed, plain), source, target)
+
+
+def _convert(convert: Callable[[BinaryIO, BinaryIO], None], source: Path, target: Path) -> None:
+    part = target.with_name(f"{target.name}.part")
+    try:
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as writing, source.open("rb") as reading:
+            convert(reading, writing)
+        part.replace(target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
         raise

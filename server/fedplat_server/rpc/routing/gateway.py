@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from fedplat import wire
 from fedplat.wire import auth, proxies
+from fedplat_server import logs
 from fedplat_server.auth import addresses
 from fedplat_server.auth.addresses import ForwardedCall
 from fedplat_server.config import TlsFiles
@@ -26,7 +27,7 @@ from fedplat_server.messages.memory import UploadMemory
 from fedplat_server.records.lease import Lease
 from fedplat_server.rpc import interceptor
 from fedplat_server.rpc.handlers import Handler
-from fedplat_server.rpc.routing.router import InFlightCalls, Route
+from fedplat_server.rpc.routing.router import InFlightCalls, Route, Router
 
 Context = Any  # aio.ServicerContext, generic for the type checker only
 _OPTIONS = (
@@ -198,3 +199,48 @@ async def _translate_status(context: Context) -> AsyncGenerator[None]:
         if task is not None and task.cancelling():
             raise
         raise RefusedError(Code.NO_LEADER, "the connection to it broke") from None
+
+
+class Follower:
+    """Routes the calls of this daemon to the leader; calls `set_ready` with whether they can be served."""
+
+    def __init__(
+        self,
+        name: str,
+        router: Router,
+        set_ready: Callable[[bool], Awaitable[None]],
+        options: GatewayOptions,
+    ) -> None:
+        self._name = name
+        self._options = options
+        self._router = router
+        self._set_ready = set_ready
+        self._gateway: Gateway | None = None
+        self._watch: asyncio.Task[None] | None = None
+
+    async def follow(self, lease: Lease) -> None:
+        """Forward calls to this leader. Ends open calls to an earlier leader."""
+        previous = self._gateway
+        if previous is not None and previous.lease.term == lease.term:
+            return
+        logs.get().info("another daemon leads; this one is a gateway to it", term=lease.term, leader=lease.address)
+        gateway = Gateway(lease, self._name, self._options)
+        self._router.set_route(gateway)
+        await self._close_gateway()
+        self._gateway = gateway
+        self._watch = asyncio.create_task(gateway.watch(self._set_ready), name="leader watch")
+
+    async def close(self) -> None:
+        """Stop forwarding calls, and refuse them."""
+        if self._gateway is not None:
+            self._router.end_route()
+            await self._close_gateway()
+
+    async def _close_gateway(self) -> None:
+        gateway, watch = self._gateway, self._watch
+        self._gateway = self._watch = None
+        if watch is not None:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+        if gateway is not None:
+            await gateway.close()

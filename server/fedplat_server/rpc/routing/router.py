@@ -1,10 +1,11 @@
-"""Routes a call to local services, to the leader, or refuses it. Routes change while the port stays open."""
+"""Routes a call to local services, to the leader, or refuses it, at a port that several daemons may share."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import functools
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 import grpc
 from typing_extensions import override
 
-from fedplat_server.errors import Code, RefusedError
+from fedplat_server.errors import Code, ConfigError, RefusedError
 from fedplat_server.rpc import handlers
 from fedplat_server.rpc.handlers import Behavior, Context, Handler, StartedRequests
 
@@ -211,3 +212,30 @@ def _wrap_yielding(
                 yield response
 
     return call
+
+
+class PortReservation:
+    """An address that this process has bound but does not listen on: it receives no connections yet."""
+
+    def __init__(self, address: str, option: str, *, shared: bool) -> None:
+        """Bind the address. Raises `ConfigError` if it is unavailable or, with `shared`, used without sharing."""
+        host, _, port = address.rpartition(":")
+        try:
+            infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            family, kind, protocol, _, socket_address = infos[0]
+            with contextlib.ExitStack() as on_error:
+                self._socket = on_error.enter_context(socket.socket(family, kind, protocol))
+                # As gRPC does: old connections of a daemon that has ended do not block the port.
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
+                self._socket.bind(socket_address)
+                on_error.pop_all()
+        except OSError as exc:
+            raise ConfigError(
+                f"cannot listen on {address}: {exc.strerror}; choose another with {option} HOST:PORT"
+                + (", or run all daemons there with --share-port" if shared else ", one for each daemon")
+            ) from exc
+
+    def release(self) -> None:
+        """Close the socket."""
+        self._socket.close()
