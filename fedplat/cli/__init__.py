@@ -22,6 +22,11 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show must not be an error
     try:
         from fedplat.cli.app import app
+
+        try:
+            app(prog_name="fedplat")
+        finally:
+            sys.stdout.flush()
     except ModuleNotFoundError as exc:
         missing = (exc.name or "").partition(".")[0]
         if missing not in ("typer", "rich"):
@@ -30,11 +35,6 @@ def main() -> None:
 
         sys.stderr.write(f"error: the command fedplat needs {missing}; install it with: {install_command('cli')}\n")
         sys.exit(2)
-    try:
-        try:
-            app(prog_name="fedplat")
-        finally:
-            sys.stdout.flush()
     except OSError as exc:
         if exc.errno not in _UNWRITABLE or exc.filename is not None:
             raise

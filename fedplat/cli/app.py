@@ -1,68 +1,108 @@
-"""The command `fedplat`: its global options, `fedplat status`, and the groups of the other modules."""
+"""The command `fedplat`: its global options, and the table of its commands, each imported when it is used."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import click
 import typer
 import typer.core
+import typer.main
+from typing_extensions import override
 
 from fedplat._version import __version__
-from fedplat.cli import (
-    clients,
-    dashboard,
-    data,
-    events,
-    flower,
-    formats,
-    jobs,
-    models,
-    new,
-    operators,
-    privacy,
-    round_description,
-    simulate,
-    sweep,
-)
-from fedplat.cli.lists import WatchableCommand
-from fedplat.cli.session import (
-    AnyTimeoutOption,
-    FormatOption,
-    JsonOption,
-    ServerOption,
-    Settings,
-    StatusTimeoutOption,
-    own_timeout_s,
-    session,
-)
-from fedplat.wire.v1 import admin_pb2
+from fedplat.cli.options import AnyTimeoutOption, JsonOption
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A command: `module:name` of a group (a `Typer`) or of a function, what the list of commands says, its class."""
+
+    reference: str
+    text: str
+    command_class: str = ""
+
+    def load(self, name: str) -> click.Command:
+        """Import the command."""
+        found = _import(self.reference)
+        holder = typer.Typer(rich_markup_mode=None)
+        if isinstance(found, typer.Typer):
+            holder.add_typer(found, name=name)
+        else:
+            command_class = _import(self.command_class) if self.command_class else None
+            holder.command(name, cls=command_class)(found)
+        return typer.main.get_group(holder).commands[name]
+
+
+def _import(reference: str) -> Any:
+    module, _, name = reference.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+COMMANDS: Mapping[str, Entry] = {
+    "status": Entry("fedplat.cli.status:status", "Show server status."),
+    "job": Entry("fedplat.cli.jobs:app", "Submit, follow and control jobs."),
+    "round": Entry("fedplat.cli.round_description:app", "Describe a round of a job."),
+    "model": Entry("fedplat.cli.models:app", "List and export a job's model versions."),
+    "client": Entry("fedplat.cli.clients:app", "List, describe and revoke clients."),
+    "enrollment": Entry("fedplat.cli.operators:enrollment_app", "Manage the tokens with which clients enroll."),
+    "privacy": Entry("fedplat.cli.privacy:app", "Plan, audit and show the privacy of jobs."),
+    "flower": Entry("fedplat.cli.flower:app", "Run Flower apps unchanged."),
+    "simulate": Entry("fedplat.cli.simulate:simulate", "Simulate a job and its fleet in virtual time."),
+    "sweep": Entry("fedplat.cli.sweep:sweep", "Simulate many configurations with several seeds, and compare them."),
+    "new": Entry(
+        "fedplat.cli.new:new", "Create a small project: a model, a client, a job to simulate and to submit, and tests."
+    ),
+    "data": Entry("fedplat.cli.data:app", "Pack training data into a few large files."),
+    "dashboard": Entry(
+        "fedplat.cli.dashboard:dashboard", "Show a server, or the run folder of a simulation, in a browser."
+    ),
+    "events": Entry("fedplat.cli.events:events", "Show the latest events of the server, the oldest first."),
+    "audit": Entry(
+        "fedplat.cli.operators:audit",
+        "Show the audit log of operator actions, the latest rows last.",
+        "fedplat.cli.lists:WatchableCommand",
+    ),
+    "webhook": Entry("fedplat.cli.events:webhook_app", "Send the server's events to HTTP addresses."),
+    "operator": Entry("fedplat.cli.operators:app", "Manage the operators of the server."),
+}
+
+
+class CommandTree(typer.core.TyperGroup):
+    """The group of all commands, whose list of names and texts imports none of them."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands.update({name: click.Command(name) for name in COMMANDS})  # for suggestions
+        self._loaded: dict[str, click.Command] = {}
+
+    @override
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in COMMANDS and cmd_name not in self._loaded:
+            self._loaded[cmd_name] = COMMANDS[cmd_name].load(cmd_name)
+        return self._loaded.get(cmd_name)
+
+    @override
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, entry.text) for name, entry in COMMANDS.items()])
+
 
 typer.core.HAS_RICH = False  # else typer 0.20 escapes the brackets of plain help for Rich: "\\[default: 1]"
 # No panels: usage errors are plain lines, like all other errors.
 app = typer.Typer(
+    cls=CommandTree,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
+    suggest_commands=False,  # click suggests them, too
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(jobs.app, name="job")
-app.add_typer(round_description.app, name="round")
-app.add_typer(flower.app, name="flower")
-app.add_typer(clients.app, name="client")
-app.add_typer(operators.enrollment_app, name="enrollment")
-app.add_typer(models.app, name="model")
-app.add_typer(data.app, name="data")
-app.add_typer(operators.app, name="operator")
-app.add_typer(privacy.app, name="privacy")
-app.add_typer(events.webhook_app, name="webhook")
-app.command("audit", cls=WatchableCommand)(operators.audit)
-app.command("events")(events.events)
-app.command("simulate")(simulate.simulate)
-app.command("sweep")(sweep.sweep)
-app.command("new")(new.new)
-app.command("dashboard")(dashboard.dashboard)
 
 
 def _print_version(is_set: bool) -> None:
@@ -110,57 +150,7 @@ def options(  # noqa: PLR0913 - a command's parameters are its options
     --server and --json may be given before or after the command; --timeout before any command. The token is read from
     the profile or from FEDPLAT_TOKEN.
     """
+    from fedplat.cli.session import Settings  # not for --help
+
     del version  # handled by its callback
     context.obj = Settings(server, as_json, profile, ca, insecure, timeout)
-
-
-@app.command()
-def status(
-    context: typer.Context,
-    form: FormatOption = None,
-    server: ServerOption = None,
-    as_json: JsonOption = False,
-    timeout: StatusTimeoutOption = None,
-) -> None:
-    """Show server status."""
-    with session(context, server, as_json, own_timeout_s(context, timeout, 0.0), form=form) as command:
-        state = command.patience.run(command.client, command.client.status)
-        address = command.client.server
-        command.output.show(state, address, lambda: {"server": address, **_fields(state)})
-        if command.output.is_for_people:
-            for alert in state.alerts:
-                command.output.sentence(formats.alert(alert))
-
-
-def _fields(state: admin_pb2.GetStatusResponse) -> dict[str, str]:
-    jobs_by_state = ", ".join(f"{count} {name}" for name, count in sorted(state.num_jobs.items()))
-    return {
-        "connection": _connection(state),
-        "version": f"{state.software_version} (protocol {state.protocol_version})",
-        "role": _role(state),
-        "process": str(state.process_id),
-        "running for": formats.duration(state.uptime_s),
-        "peak memory": formats.size(state.peak_rss_bytes),
-        "clients": f"{state.num_clients} enrolled, {state.num_waiting} waiting, {state.num_busy} busy",
-        "jobs": jobs_by_state or "none",
-        "evaluators": ", ".join(state.evaluators) or "none",
-        "trainers": ", ".join(state.trainers) or "none",
-        "plugins": formats.plugins(state.plugins) or "none",
-        "database": state.database,
-        "disk": f"{formats.size(state.disk_free_bytes)} of {formats.size(state.disk_total_bytes)} free",
-        "alerts": str(state.num_alerts or "none"),
-    }
-
-
-def _role(state: admin_pb2.GetStatusResponse) -> str:
-    if not state.term:
-        return "leader, the only daemon of its database"
-    leader = f"{state.leader} at {state.leader_address}, term {state.term}"
-    return f"gateway {state.gateway}; the leader is {leader}" if state.gateway else f"leader, {leader}"
-
-
-def _connection(state: admin_pb2.GetStatusResponse) -> str:
-    if state.insecure:
-        return "WITHOUT TLS: anyone on the network can read everything, including models and tokens"
-    until = formats.moment(state.certificate_expires_unix_s)
-    return f"TLS, the server's certificate expires in {state.certificate_days_left:.0f} days ({until})"

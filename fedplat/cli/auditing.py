@@ -11,8 +11,9 @@ import msgspec
 import typer
 
 from fedplat.cli import progress
+from fedplat.cli.options import JsonOption
 from fedplat.cli.output import Output
-from fedplat.cli.session import FAILED, JsonOption, reporting
+from fedplat.cli.session import FAILED, reporting
 from fedplat.config.user_code import wrap_errors
 from fedplat.errors import JobFileError
 from fedplat.job import planning

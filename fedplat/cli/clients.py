@@ -13,9 +13,10 @@ import typer
 from fedplat.admin import AdminClient
 from fedplat.cli import formats, job_lists, lists, round_description
 from fedplat.cli.lists import LimitOption, WatchableCommand, WatchOption
+from fedplat.cli.options import JsonOption, ServerOption
 from fedplat.cli.output import ListColumn, ListLayout, Output, to_record
 from fedplat.cli.round_description import StateOption
-from fedplat.cli.session import ClientArgument, CommandSession, FormatOption, JsonOption, ServerOption, session
+from fedplat.cli.session import ClientArgument, CommandSession, FormatOption, session
 from fedplat.config import label_expressions
 from fedplat.texts import duration, format_count
 from fedplat.wire.v1 import admin_pb2

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedplat.cli.options import ServerOption
 from fedplat.cli.output import Output
-from fedplat.cli.session import ServerOption, Settings, reporting
+from fedplat.cli.session import Settings, reporting
 from fedplat.errors import MissingExtraError, ProfileError
 from fedplat.extras import install_command
 

@@ -13,7 +13,8 @@ import numpy.typing as npt
 import typer
 
 from fedplat.cli import formats
-from fedplat.cli.session import FAILED, JsonOption, reporting
+from fedplat.cli.options import JsonOption
+from fedplat.cli.session import FAILED, reporting
 from fedplat.config import user_code
 from fedplat.errors import DataError
 from fedplat.packed import PackedIndex, PackedReader, PackedWriter

@@ -11,18 +11,9 @@ from fedplat.admin import AdminClient
 from fedplat.admin.patience import Patience
 from fedplat.cli import formats
 from fedplat.cli.lists import LimitOption, choose_limit, note_more
+from fedplat.cli.options import JsonOption, ServerOption, TimeoutOption
 from fedplat.cli.output import ListColumn, ListLayout, Output, to_record
-from fedplat.cli.session import (
-    FAILED,
-    INTERRUPTED,
-    CommandSession,
-    FormatOption,
-    JsonOption,
-    ServerOption,
-    TimeoutOption,
-    own_timeout_s,
-    session,
-)
+from fedplat.cli.session import FAILED, INTERRUPTED, CommandSession, FormatOption, own_timeout_s, session
 from fedplat.errors import ServerUnreachableError
 from fedplat.wire.v1 import events_pb2
 

@@ -14,16 +14,9 @@ import typer
 
 from fedplat.admin.submission import Submission
 from fedplat.cli import formats, jobs
+from fedplat.cli.options import JsonOption, TimeoutOption
 from fedplat.cli.output import Output
-from fedplat.cli.session import (
-    FAILED,
-    INTERRUPTED,
-    JsonOption,
-    TimeoutOption,
-    own_timeout_s,
-    reporting,
-    session,
-)
+from fedplat.cli.session import FAILED, INTERRUPTED, own_timeout_s, reporting, session
 from fedplat.errors import JobFileError
 from fedplat.simulation.clients.fleet import MAX_CLIENTS
 from fedplat.simulation.recording import folder as folders

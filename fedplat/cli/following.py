@@ -16,19 +16,9 @@ import typer
 from fedplat.admin.patience import Patience
 from fedplat.cli import formats, tracking, watch
 from fedplat.cli.formats import SinceOption
+from fedplat.cli.options import JsonOption, ServerOption, TimeoutOption
 from fedplat.cli.output import Output, to_record
-from fedplat.cli.session import (
-    FAILED,
-    INTERRUPTED,
-    TIMED_OUT,
-    CommandSession,
-    JobArgument,
-    JsonOption,
-    ServerOption,
-    TimeoutOption,
-    own_timeout_s,
-    session,
-)
+from fedplat.cli.session import FAILED, INTERRUPTED, TIMED_OUT, CommandSession, JobArgument, own_timeout_s, session
 from fedplat.cli.watch import AttemptTable
 from fedplat.errors import ServerUnreachableError
 from fedplat.texts import format_count

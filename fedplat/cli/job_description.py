@@ -10,8 +10,9 @@ import typer
 from fedplat import step_profile
 from fedplat.admin import AdminClient, descriptions
 from fedplat.cli import formats, job_lists, round_description
+from fedplat.cli.options import JsonOption, ServerOption
 from fedplat.cli.output import ListLayout, Output, Row, to_record
-from fedplat.cli.session import FormatOption, JobArgument, JsonOption, ServerOption, session
+from fedplat.cli.session import FormatOption, JobArgument, session
 from fedplat.job import JobSpec
 from fedplat.texts import format_count
 from fedplat.wire.v1 import admin_pb2

@@ -11,9 +11,10 @@ from fedplat.admin import descriptions
 from fedplat.cli import formats, lists, round_description, watch
 from fedplat.cli.formats import SinceOption
 from fedplat.cli.lists import LimitOption, Order, WatchOption
+from fedplat.cli.options import JsonOption, ServerOption
 from fedplat.cli.output import ListColumn, ListLayout
 from fedplat.cli.round_description import StateOption
-from fedplat.cli.session import FormatOption, JobArgument, JsonOption, ServerOption, complete_clients, session
+from fedplat.cli.session import FormatOption, JobArgument, complete_clients, session
 from fedplat.codecs.container import options_to_text
 from fedplat.config.plugins import Plugins
 from fedplat.config.toml import read_record, read_toml

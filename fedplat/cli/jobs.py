@@ -14,18 +14,9 @@ from fedplat.admin.submission import Submission, submit
 from fedplat.cli import following, formats, job_description, job_lists
 from fedplat.cli.job_files import load
 from fedplat.cli.lists import WatchableCommand
+from fedplat.cli.options import JsonOption, ServerOption, TimeoutOption
 from fedplat.cli.output import Output, to_record
-from fedplat.cli.session import (
-    WRONG_USAGE,
-    CommandSession,
-    JobArgument,
-    JsonOption,
-    ServerOption,
-    TimeoutOption,
-    own_timeout_s,
-    reporting,
-    session,
-)
+from fedplat.cli.session import WRONG_USAGE, CommandSession, JobArgument, own_timeout_s, reporting, session
 from fedplat.errors import FedplatError, JobFileError, MissingExtraError
 from fedplat.job import JobSpec, calibrate, warnings
 from fedplat.rounds.protocols.base import find_training

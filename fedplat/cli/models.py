@@ -9,8 +9,9 @@ import typer
 
 from fedplat.cli import formats, lists
 from fedplat.cli.lists import LimitOption, WatchableCommand, WatchOption
+from fedplat.cli.options import JsonOption, ServerOption
 from fedplat.cli.output import ListColumn, ListLayout, to_record
-from fedplat.cli.session import FAILED, WRONG_USAGE, FormatOption, JobArgument, JsonOption, ServerOption, session
+from fedplat.cli.session import FAILED, WRONG_USAGE, FormatOption, JobArgument, session
 from fedplat.wire.v1 import admin_pb2
 
 app = typer.Typer(no_args_is_help=True, help="List and export a job's model versions.", rich_markup_mode=None)

@@ -13,8 +13,9 @@ from typing import Annotated
 
 import typer
 
+from fedplat.cli.options import JsonOption
 from fedplat.cli.output import Output
-from fedplat.cli.session import WRONG_USAGE, JsonOption, reporting
+from fedplat.cli.session import WRONG_USAGE, reporting
 from fedplat.config.toml import suggest
 from fedplat.simulation.scenario import schema
 from fedplat.texts import NAME_PATTERN

@@ -13,8 +13,9 @@ from fedplat.admin import profile
 from fedplat.cli import formats, lists
 from fedplat.cli.formats import SinceOption
 from fedplat.cli.lists import LimitOption, Order, WatchableCommand, WatchOption
+from fedplat.cli.options import JsonOption, ServerOption
 from fedplat.cli.output import ListColumn, ListLayout, OutputFormat, to_record
-from fedplat.cli.session import FormatOption, JsonOption, ServerOption, session
+from fedplat.cli.session import FormatOption, session
 from fedplat.errors import ProfileError
 from fedplat.wire.auth import is_address
 from fedplat.wire.v1 import admin_pb2

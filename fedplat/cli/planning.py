@@ -18,8 +18,9 @@ import typer
 
 from fedplat import texts
 from fedplat.cli import progress
+from fedplat.cli.options import JsonOption
 from fedplat.cli.output import Output
-from fedplat.cli.session import JsonOption, reporting
+from fedplat.cli.session import reporting
 from fedplat.config.user_code import wrap_errors
 from fedplat.errors import JobFileError
 from fedplat.job import JobSpec, planning

@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from fedplat.cli import auditing, formats, planning
+from fedplat.cli.options import JsonOption, ServerOption
 from fedplat.cli.output import ListColumn, ListLayout, Output, to_record
-from fedplat.cli.session import WRONG_USAGE, FormatOption, JsonOption, ServerOption, session
+from fedplat.cli.session import WRONG_USAGE, FormatOption, session
 from fedplat.privacy.releases import ADJACENCY
 from fedplat.texts import format_count
 from fedplat.wire.v1 import admin_pb2

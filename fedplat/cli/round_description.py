@@ -11,8 +11,9 @@ import typer
 from fedplat.admin import AdminClient, descriptions
 from fedplat.admin.descriptions import largest_loss, list_facts
 from fedplat.cli import formats, lists, watch
+from fedplat.cli.options import JsonOption, ServerOption
 from fedplat.cli.output import ListColumn, ListLayout, Output, to_record
-from fedplat.cli.session import CommandSession, FormatOption, JobArgument, JsonOption, ServerOption, session
+from fedplat.cli.session import CommandSession, FormatOption, JobArgument, session
 from fedplat.texts import format_count
 from fedplat.wire.v1 import admin_pb2
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import math
 import os
 import queue
 import re
@@ -165,11 +164,6 @@ _USAGE_ERRORS = (JobFileError, UserCodeError, ProfileError, DataError, ReplayErr
 _LOGIN_CODES = frozenset({"NO_OPERATOR", "ROLE_TOO_LOW", "TOO_MANY_LOGINS"})
 """The error codes of a server that refuses the operator, not the request."""
 
-ServerOption = Annotated[
-    str | None,
-    typer.Option("--server", metavar="HOST:PORT", help="Server to use. Default: FEDPLAT_SERVER, then the profile's."),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 FormatOption = Annotated[
     OutputFormat | None,
     typer.Option(
@@ -179,40 +173,6 @@ FormatOption = Annotated[
         help="Format: a table, a table with more columns, one JSON value, a JSON line per row, or one name per line. "
         "Default: table.",
         show_default=False,
-    ),
-]
-
-
-def _finite(seconds: float | None) -> float | None:
-    if seconds is not None and not 0.0 <= seconds < math.inf:
-        raise typer.BadParameter(f"{seconds:g}: expected a number of seconds, 0 or more")
-    return seconds
-
-
-TimeoutOption = Annotated[
-    float | None,
-    typer.Option(
-        "--timeout",
-        metavar="SECONDS",
-        callback=_finite,
-        help="How long to retry while the server cannot be reached (unknown host name, refused connection, no "
-        f"leader). Default: {DEFAULT_TIMEOUT_S:g}.",
-    ),
-]
-StatusTimeoutOption = Annotated[
-    float | None,
-    typer.Option(
-        "--timeout", metavar="SECONDS", callback=_finite, help="How long to wait for the server to answer. Default: 0."
-    ),
-]
-AnyTimeoutOption = Annotated[
-    float | None,
-    typer.Option(
-        "--timeout",
-        metavar="SECONDS",
-        callback=_finite,
-        help=f"How long to wait for the server to answer. Default: {DEFAULT_TIMEOUT_S:g} for job submit and job watch, "
-        "0 for all other commands.",
     ),
 ]
 JobArgument = Annotated[

@@ -14,8 +14,9 @@ import msgspec
 import typer
 
 from fedplat.cli import progress
+from fedplat.cli.options import JsonOption
 from fedplat.cli.output import Output
-from fedplat.cli.session import FAILED, INTERRUPTED, JsonOption, reporting
+from fedplat.cli.session import FAILED, INTERRUPTED, reporting
 from fedplat.config.user_code import wrap_errors
 from fedplat.errors import JobFileError, MissingExtraError
 from fedplat.simulation import api

@@ -19,9 +19,10 @@ from rich.text import Text
 from fedplat import sweep as sweeps
 from fedplat import texts
 from fedplat.cli import formats
+from fedplat.cli.options import JsonOption
 from fedplat.cli.output import Output, table
 from fedplat.cli.progress import show_live
-from fedplat.cli.session import INTERRUPTED, JsonOption, reporting
+from fedplat.cli.session import INTERRUPTED, reporting
 from fedplat.config.toml_text import format_toml
 from fedplat.errors import MissingExtraError
 from fedplat.simulation.run_folder import CHECKPOINT_S

@@ -44,6 +44,8 @@ ALLOWED = {
     "importlib.import_module": {
         "fedplat/config/user_code.py": "functions that a user's own file, an operator or a client's owner names",
         "fedplat/__init__.py": "modules of fedplat, whose names stand there",
+        "fedplat/admin/__init__.py": "modules of fedplat, whose names stand there",
+        "fedplat/cli/app.py": "modules of fedplat, whose names stand there",
         "fedplat/privacy/losses.py": "dp-accounting's modules, whose names stand there",
         "benchmarks/packed_data.py": "the packages of other formats, whose names stand there",
         "benchmarks/update_codecs.py": "a module of the examples, whose name stands there",

@@ -68,7 +68,7 @@ def test_no_colour_without_a_terminal(state: State, server: FakeServer):
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_without_its_extra_the_command_names_it(missing: str):
     code = f"import sys; sys.modules[{missing!r}] = None; from fedplat.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code, "status"], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == f"error: the command fedplat needs {missing}; install it with: {install_command('cli')}\n"
 
