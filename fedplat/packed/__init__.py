@@ -7,7 +7,6 @@ Other programs (pyarrow, pandas, DuckDB) read the shards, too. Requires the extr
 """
 
 from fedplat.packed.index import ColumnType, PackedIndex, ShardFile
-from fedplat.packed.reader import ArrayPair, PackedReader
-from fedplat.packed.writer import PackedWriter
+from fedplat.packed.reader import ArrayPair, PackedReader, PackedWriter
 
 __all__ = ["ArrayPair", "ColumnType", "PackedIndex", "PackedReader", "PackedWriter", "ShardFile"]

@@ -18,7 +18,7 @@ from fedplat_server.child_environment import child_environment
 from fedplat_server.dashboard_process import DashboardOptions
 from fedplat_server.errors import FlowerRunError
 from fedplat_server.flower.runs import FlowerRuns
-from fedplat_server.workers.local_rank import LocalRank
+from fedplat_server.workers.client import LocalRank
 from fedplat_server.workers.protocol import WorkerInfo
 from support import daemons
 from support.daemons import update_of

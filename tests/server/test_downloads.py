@@ -11,7 +11,7 @@ from fedplat.rounds import AssignmentId, AttemptKey, Coordinator
 from fedplat.rounds.events import ClientCheckedIn
 from fedplat_server.coordination import availability
 from fedplat_server.coordination.availability import AvailabilityTracker, FleetCounter, FleetCounts
-from fedplat_server.coordination.downloads import BATCH, Downloads
+from fedplat_server.coordination.progress import BATCH, Downloads
 from fedplat_server.database.sql_fleet import AvailabilityHour, ClientTraits
 from fedplat_server.errors import StoreUnavailableError
 

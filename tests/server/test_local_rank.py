@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedplat.pytorch.distributed import find_rank
-from fedplat_server.workers.local_rank import make_environment
+from fedplat_server.workers.client import make_environment
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 MPIRUN = {

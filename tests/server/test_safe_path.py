@@ -13,7 +13,7 @@ import pytest
 from fedplat import aggregate
 from fedplat.model import Parameters
 from fedplat_server.training import evaluation
-from fedplat_server.workers.local_rank import LocalRank
+from fedplat_server.workers.client import LocalRank
 from fedplat_server.workers.tasks import Echo
 from support.pool import pool
 

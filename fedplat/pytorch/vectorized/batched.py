@@ -23,8 +23,8 @@ from fedplat.pytorch.training.meaning import CountAnswers, CountClasses
 from fedplat.pytorch.training.schedule import Indices, StepSchedule
 from fedplat.pytorch.training.trainer import evaluate
 from fedplat.pytorch.vectorized import layout
-from fedplat.pytorch.vectorized.client_algorithm import ClientAlgorithmState, FlatSgd, check_algorithm
 from fedplat.pytorch.vectorized.layout import Base, ParameterLayout, Tensors, UnsuitableError
+from fedplat.pytorch.vectorized.trainer import ClientAlgorithmState, FlatSgd, check_algorithm
 from fedplat.pytorch.vectorized.vmap_gradients import Stack, StackedGradients
 
 _MAX_CACHED_WEIGHTS = 1 << 21

@@ -15,7 +15,7 @@ from fedplat.rounds.states import AttemptPhase, Reason
 from fedplat.simulation.clients.device import DeviceAssignment, Sizes
 from fedplat.simulation.protocols.base import DROP_OUTS, ClientBehaviour, ClientWork, make_rng
 from fedplat.simulation.secure.costs import KEYS_BYTES
-from fedplat.simulation.secure.steps import SecureStep, StepPlanner
+from fedplat.simulation.secure.sums import SecureStep, StepPlanner
 
 _EVENTS: Mapping[AttemptPhase, Callable[[AttemptKey, str, bytes], Event]] = {
     AttemptPhase.ADVERTISING: KeysAdvertised,

@@ -25,7 +25,7 @@ from fedplat.simulation.recording.result import (
     Totals,
 )
 from fedplat.simulation.secure.costs import StepCost
-from fedplat.simulation.secure.steps import SecureStep
+from fedplat.simulation.secure.sums import SecureStep
 
 Observer = Callable[[AttemptResult], None]
 _COUNTED = (AssignmentState.MERGED, AssignmentState.LATE, AssignmentState.FAILED)

@@ -473,7 +473,7 @@ def verify_(
     Changes nothing; a daemon may be running. Exit status: 0 no findings, 1 findings or no answer from the database,
     2 usage error.
     """
-    from fedplat_server.cli import verify
+    from fedplat_server.cli import prune
 
     if not data_dir.is_dir():
         raise ConfigError(f"there is no data folder {data_dir}; set --data-dir to that of the daemon")
@@ -481,5 +481,5 @@ def verify_(
     identity = with_store(url, lambda store: owner.identify(store, url))
     for folder in {place.data_dir, place.data_dir if place.is_remote else place.folder}:
         ownership.check_folder(folder, identity)
-    if not verify.run(url, place, parse_spool(spool), live=live, as_json=as_json):
+    if not prune.verify_and_print(url, place, parse_spool(spool), live=live, as_json=as_json):
         raise typer.Exit(1)

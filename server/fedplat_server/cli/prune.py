@@ -1,9 +1,10 @@
-"""`fedplat-server prune`: show obsolete data, ask for confirmation, and remove it."""
+"""`fedplat-server prune` and `fedplat-server verify`: check the stored data, and remove what is obsolete."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import time
 from collections.abc import Generator
@@ -12,7 +13,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn
 
 from fedplat_server.cli.options import DEFAULT_DATA_DIR, Blobs, Database, DataDir, blob_place, database_url
 from fedplat_server.coordination import owner, retention
@@ -23,6 +24,8 @@ from fedplat_server.records import operators
 from fedplat_server.storage import data_dir as folder
 from fedplat_server.storage.blob_stores import BlobPlace
 from fedplat_server.storage.files import SET_ASIDE_FOLDER
+from fedplat_server.verify import checker, files
+from fedplat_server.verify.checks import Report
 
 DAY_S = 86400.0
 
@@ -170,3 +173,55 @@ def _lines(plan: retention.PrunePlan, *, is_alone: bool) -> list[str]:
     if not is_alone:
         lines.append("a daemon is running: it removes the files in some minutes, or when they are an hour old")
     return lines
+
+
+def verify_and_print(database: str, place: BlobPlace, spool: str, *, live: bool, as_json: bool) -> bool:
+    """Check, print the report and return whether nothing is broken. `live`: a daemon has been running for a minute.
+
+    `spool` is the daemons' `--spool`.
+    """
+    with _verify_bar() as progress:
+        verifying = checker.verify(database, place.data_dir, progress, live=live, blobs=place, uploads=spool)
+        report = asyncio.run(verifying)
+    print(_as_json(report) if as_json else "\n".join(_report_lines(report)))
+    return not report.findings
+
+
+@contextlib.contextmanager
+def _verify_bar() -> Generator[files.Progress]:
+    """Show a progress bar on stderr, if that is a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("reading blobs"), BarColumn(), DownloadColumn())
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _report_lines(report: Report) -> list[str]:
+    checked = report.checked
+    names = ("jobs", "attempts", "assignments", "versions", "history rows", "audit rows")
+    counts = ", ".join(f"{checked[name]} {name}" for name in names)
+    verdict = f"{len(report.findings)} findings" if report.findings else "nothing is broken"
+    files_seen = (
+        f"{checked['updates']} spooled updates and {checked['blobs']} blobs ({checked['bytes'] / 2**20:.1f} MiB)"
+    )
+    summary = f"checked {counts}, {files_seen}: {verdict}"
+    broken = [f"broken {_one_line(str(finding))}" for finding in report.findings]
+    return [*broken, *(f"note: {_one_line(note)}" for note in report.notes), summary]
+
+
+def _as_json(report: Report) -> str:
+    return json.dumps(
+        {
+            "clean": not report.findings,
+            "findings": [dataclasses.asdict(finding) for finding in report.findings],
+            "notes": report.notes,
+            "checked": dict(report.checked),
+        }
+    )
+
+
+def _one_line(text: str) -> str:
+    """Replace control characters: ids and reasons come from clients, and must not add lines or move the cursor."""
+    return "".join(character if character.isprintable() else "\ufffd" for character in text)

@@ -26,10 +26,9 @@ from fedplat_server.coordination import owner
 from fedplat_server.coordination.alert_monitor import AlertMonitor, AlertRecorder, DiskSpace
 from fedplat_server.coordination.availability import AvailabilityTracker
 from fedplat_server.coordination.budgets import Budgets
-from fedplat_server.coordination.downloads import Downloads
 from fedplat_server.coordination.event_feed import EventFeed
 from fedplat_server.coordination.long_polls import LongPolls
-from fedplat_server.coordination.progress import ProgressTracker
+from fedplat_server.coordination.progress import Downloads, ProgressTracker
 from fedplat_server.coordination.retention import RetentionTask
 from fedplat_server.coordination.runner import Runner
 from fedplat_server.database.sql_audit import list_creators

@@ -12,10 +12,10 @@ from fedplat_server import logs
 from fedplat_server.auth import addresses
 from fedplat_server.auth.addresses import Origins
 from fedplat_server.auth.authentication import Authenticator, ClientCall
-from fedplat_server.auth.certificates import PeerCertificates
 from fedplat_server.auth.client_directory import ClientDirectory
 from fedplat_server.auth.enrollment import hash_secret
 from fedplat_server.auth.rate_limits import Quotas
+from fedplat_server.auth.tls import PeerCertificates
 from fedplat_server.coordination.runner import Runner
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.database.sql_jobs import JobStore

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable
 
 from fedplat.rounds import AssignmentId, JobState, ModelVersion
 from fedplat.rounds.privacy_rules import disclosure_of
-from fedplat_server.coordination.downloads import Downloads
+from fedplat_server.coordination.progress import Downloads
 from fedplat_server.coordination.runner import Runner
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.database.sql_jobs import JobStore

@@ -11,9 +11,9 @@ from typing_extensions import override
 from fedplat import wire
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc
 from fedplat_server.auth.authentication import Authenticator
-from fedplat_server.auth.certificates import CertificateIssuer
 from fedplat_server.auth.enrollment import Enrollments, Newcomer
 from fedplat_server.auth.rate_limits import Quotas, RecentEntries
+from fedplat_server.auth.tls import CertificateIssuer
 from fedplat_server.config import Limits
 from fedplat_server.database.batch_loader import BatchLoader
 from fedplat_server.database.clients import ClientRecord

@@ -24,9 +24,8 @@ from fedplat import wire
 from fedplat.wire.v1 import admin_pb2_grpc, events_pb2_grpc, fleet_pb2, fleet_pb2_grpc
 from fedplat_server import logs
 from fedplat_server.auth.addresses import Origins
-from fedplat_server.auth.certificates import CertificateIssuer, PeerCertificates
 from fedplat_server.auth.pki_folder import PkiFolder
-from fedplat_server.auth.tls import Certificates
+from fedplat_server.auth.tls import CertificateIssuer, Certificates, PeerCertificates
 from fedplat_server.config import ServerConfig
 from fedplat_server.coordination.runner import Runner
 from fedplat_server.database.store import Store

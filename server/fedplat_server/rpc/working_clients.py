@@ -12,9 +12,8 @@ from fedplat.rounds.events import AssignmentFailed
 from fedplat.rounds.states import FAILURES, AssignmentState, Reason
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc
 from fedplat_server.config import Limits
-from fedplat_server.coordination.downloads import Downloads
 from fedplat_server.coordination.long_polls import RETRY_SOON, LongPolls
-from fedplat_server.coordination.progress import ProgressTracker
+from fedplat_server.coordination.progress import Downloads, ProgressTracker
 from fedplat_server.coordination.runner import Runner
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import convert, validation

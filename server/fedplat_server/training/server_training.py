@@ -39,8 +39,7 @@ from fedplat_server.errors import (
 )
 from fedplat_server.storage import files
 from fedplat_server.storage.blobs import Blob, BlobStore
-from fedplat_server.workers.client import RunningTask, WorkerPool
-from fedplat_server.workers.local_rank import LocalRank
+from fedplat_server.workers.client import LocalRank, RunningTask, WorkerPool
 from fedplat_server.workers.task_inputs import (
     EvaluateReply,
     EvaluateRequest,

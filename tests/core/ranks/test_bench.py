@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from fedplat.pytorch.distributed.bench import health
+from fedplat.pytorch.distributed.bench import records
 from fedplat.pytorch.distributed.bench.records import FACTORS, BenchReport, Link, Measurement, bandwidths
 from support.ranks.group import RankGroup, Zygote
 
@@ -108,6 +108,6 @@ def wrong(collective: str, implementation: str) -> Measurement:
     ],
 )
 def test_the_verdict_names_what_is_slow(measured: BenchReport, said: list[str]) -> None:
-    found = health.find_problems(measured)
+    found = records.find_problems(measured)
     assert len(found) == len(said)
     assert all(sentence.startswith(start) for sentence, start in zip(found, said, strict=True))

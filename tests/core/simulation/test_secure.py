@@ -16,8 +16,7 @@ from fedplat.simulation.recording.result import Result
 from fedplat.simulation.run import Simulation, run
 from fedplat.simulation.scenario.options import SecureMode
 from fedplat.simulation.secure.costs import UNITS, GroupCosts
-from fedplat.simulation.secure.steps import SecureStep
-from fedplat.simulation.secure.sums import setup_of
+from fedplat.simulation.secure.sums import SecureStep, setup_of
 from support.simulation.cases import BAD, job, make_fleet
 from support.simulation.least_squares import LeastSquares, initial
 from support.simulation.secure import UPDATES, ObservedProtocol, observe, secure_job

@@ -19,7 +19,7 @@ from fedplat.simulation.recording.statistics import RunStatistics
 from fedplat.simulation.run import Hooks, Simulation, drive
 from fedplat.simulation.secure.groups import Masked, MaskedGroup
 from fedplat.simulation.secure.real import RealProtocol
-from fedplat.simulation.secure.steps import SecureStep
+from fedplat.simulation.secure.sums import SecureStep
 from support.simulation.cases import job
 
 UPDATES = {"clip_norm": 10.0, "max_examples": 20.0, "outlier_factor": 0.0, "max_weight_factor": 0.0}

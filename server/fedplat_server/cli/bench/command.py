@@ -51,7 +51,7 @@ def make_command(program: Sequence[str] = ()) -> Callable[..., None]:
         Starts its own ranks; a running pool is not stopped, but should be idle. Exit status: 1 if the ranks are not
         healthy.
         """
-        from fedplat.pytorch.distributed.bench import health
+        from fedplat.pytorch.distributed.bench import records
         from fedplat_server.cli.bench import launcher
 
         num_ranks = _choose_ranks(ranks, backend)
@@ -59,7 +59,7 @@ def make_command(program: Sequence[str] = ()) -> Callable[..., None]:
         _check_plot(plot)
         with _show_progress() as note:
             report = launcher.measure(num_ranks, backend, plan, note, program or launcher.LIBRARY_PROGRAM)
-        problems = health.find_problems(report)
+        problems = records.find_problems(report)
         if plot is not None:
             from fedplat_server.cli.bench import picture
 
