@@ -1,7 +1,7 @@
 """Gossip: silos average their models with each other, and no server holds one.
 
 The core is pure: no clock, socket or file. Read in this order: `options.py` is the table `[mode]` of the job file,
-`topology.py` the edges of a round, `weights.py` the mixing weights of those that both ends confirmed, `mixing.py` what
+`topology.py` the edges of a round and the mixing weights of those that both ends confirmed, `mixing.py` what
 one silo computes (plain gossip, push-sum, CHOCO), `consensus.py` how far apart the silos are. `coordinator.py` is that
 of one job: what silos announce and confirm in, whom they exchange with and their rows of W out. `ring.py` is a ring
 all-reduce with pairwise masks, which needs the extra `privacy`.

@@ -1,8 +1,8 @@
 """The job file: the definition of a training job in TOML, validated as a whole before anything starts.
 
 Every section is one frozen record with its own checks (`sections.py`); unknown keys are errors. `spec.py` is the whole
-job, with the checks of tables against each other; `rule.py` and `privacy.py` build the objects that a job runs with,
-and `advice.py` warns about settings that are allowed but seldom useful. `parse_job` reports each mistake with its key,
+job, with the checks of tables against each other, and warnings about settings that are allowed but seldom useful;
+`rule.py` and `privacy.py` build the objects that a job runs with. `parse_job` reports each mistake with its key,
 its value and the expected values, and suggests similar names.
 """
 

@@ -1,7 +1,7 @@
 """A model is one flat buffer: `Schema` is its layout, `Parameters` are named views of the bytes.
 
 The bytes are the data section of a safetensors file, so storing, sending and hashing a model copies nothing.
-fedplat parses the container itself (`header.py`) because the safetensors library cannot return the flat buffer; the
+fedplat parses the container itself (`file.py`) because the safetensors library cannot return the flat buffer; the
 library is the oracle in the tests. Every model has exactly one file: tensors are in *canonical order* (by decreasing
 item size, then dtype, then the order in which they were passed), without gaps. So each view is aligned, each dtype is
 one contiguous run, and two files of equal schema have equal headers, byte for byte.

@@ -1,6 +1,6 @@
 """Client-level differential privacy: the job's options, the noise, and the cost of releases.
 
-`options.py` is the table of the job file, `noise.py` and `tree.py` the noise, `releases.py` the accountant's view of a
+`options.py` is the table of the job file, `noise.py` the noise, `releases.py` the accountant's view of a
 release, and `accounting.py` the arithmetic (with the extra `privacy`). `fedplat.aggregate.private` turns a rule's
 results into releases.
 """

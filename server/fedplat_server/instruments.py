@@ -1,7 +1,6 @@
 """The instruments that the parts of the daemon record into, and the catalogue of all metrics.
 
-`catalogue` lists every metric, `labels` bounds the values of labels, and `instruments` holds the counters and
-histograms. Recording takes about a microsecond and never fails, so parts record whether or not metrics are served.
+Recording takes about a microsecond and never fails, so parts record whether or not metrics are served.
 
 Labels never have client ids, rounds, versions, digests or free text as values. `job_id` and `job_name` are bounded by
 `JobLabels`, `population` by `PopulationLabels`, `name` by the names that the server's owner declares; all

@@ -1,10 +1,9 @@
 """Groups of processes (extra "torch"): a `torch.distributed` group, started by torchrun, mpirun or srun.
 
-`launchers.py` reads what the launcher has set, and `group.py` is the group's interface to the rest of fedplat;
-`steps.py` divides long work of some ranks into steps. NCCL
-carries tensors on GPUs, Gloo those on CPUs and all small messages; the code is the same. `exchange.py` adds up vectors
-of many ranks: `layout.py` assigns vectors and columns to processes, `shared_memory.py` reads the other processes'
-vectors on one host, `p2p.py` sends them.
+`launchers.py` reads what the launcher has set, and `group.py` is the group's interface to the rest of fedplat, also
+for long work of some ranks. NCCL carries tensors on GPUs, Gloo those on CPUs and all small messages; the code is the
+same. `vectors.py` adds up vectors of many ranks, whose columns it assigns to processes: `shared_memory.py` reads the
+other processes' vectors on one host, `exchange.py` sends them between pairs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Training of one model by several ranks that each have a part of it (extra "torch").
 
-`fedplat.parallel.Parallel` is the layout. `mesh.py` places this process in it, `plan.py` names the parts of a module,
-`stages.py` cuts it for a pipeline, `apply.py` divides its layers, `divided_module.py` reads and writes their values,
+`fedplat.parallel.Parallel` is the layout. `mesh.py` places this process in it, `plan.py` names the parts of a module
+and cuts it for a pipeline, `apply.py` divides its layers, `divided_module.py` reads and writes their values,
 and `gradients.py` computes steps. The order is that of torchtitan (Liang et al. 2024, arXiv 2410.06511): stages, tensor
 parallelism, recomputation, sharding.
 """

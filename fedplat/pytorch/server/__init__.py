@@ -1,7 +1,7 @@
 """Data-parallel training (extra "torch"): one model, the examples of each step divided among ranks.
 
 `data_parallel.py` computes a step's gradient, with DistributedDataParallel. `training.py` trains on the server's own
-data, `distillation.py` on the predictions of clients' models (FedDF), `evaluation.py` evaluates. The result depends on
+data, `distillation.py` on the predictions of clients' models (FedDF), `trainer.py` evaluates. The result depends on
 the job's number of ranks, the logical ones; if there are fewer processes, each computes the parts of several logical
 ranks in turn.
 """
