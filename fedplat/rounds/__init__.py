@@ -1,12 +1,10 @@
 """The pure coordinator: the rules of federated learning, without clock, socket, database or global randomness.
 
 Read in this order: `states` (the allowed transitions), `records` (the stored state), `events` and `commands` (input and
-output), `sync` (the rules of a round), `reporting` (how attempts accept reports), `closing` (how attempts end),
-`operators` (their commands), `secure` (the phases of secure aggregation), `buffered` (jobs with a buffer of updates),
-`ssp` and `clock_set` (clocks of stale synchronous parallel jobs), `exchange` (rounds of decentralised jobs),
-`warm_start` (server training before round 1), `restart` (recovery after a crash), `rollback` (return to an older
-version), `selection`, `eligible` and `participation` (which clients are drawn), `coordinator` (several jobs, one
-fleet).
+output), `sync` (which function takes an event), `attempts` (how one opens, gets clients and their reports), `closing`
+(how it accepts reports and ends), `protocols` (what each kind of job does differently), `restart` (recovery after a
+crash), `operators` (their commands), `demand`, `selection` and `participation` (which clients are drawn), `coordinator`
+(several jobs, one fleet).
 """
 
 from fedplat.rounds.changes import Change, HistoryRow, difference
