@@ -1,4 +1,4 @@
-"""Training modes: synchronous rounds, a version for each full buffer of updates, or clients in bounded lockstep.
+"""Training modes: synchronous rounds, full buffers of updates, clients in bounded lockstep, or one after the other.
 
 Buffered asynchronous training is FedBuff: Nguyen et al. 2022, "Federated Learning with Buffered Asynchronous
 Aggregation", arXiv 2106.06639, Algorithm 1. The weight of an update decreases with the number of versions committed

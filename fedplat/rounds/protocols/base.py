@@ -167,7 +167,7 @@ class RoundProtocol:
     on_ended: Callable[[JobState, Assignment, Context], Transition] = OF_AVERAGING
     """Go on after a busy assignment has failed, or was rejected or revoked."""
 
-    # --- its ends: closing, restart, rollback ---
+    # --- its ends: closing, restart, operators ---
     judge_end: Callable[[JobState, Attempt, Context], Ending] = OF_AVERAGING
     on_deadline: Callable[[JobState, Context], Transition] = OF_AVERAGING
     release_busy: Callable[[JobState, Attempt], tuple[JobState, Attempt, tuple[Command, ...]]] = OF_AVERAGING

@@ -1,6 +1,6 @@
 """The phases of an attempt with secure aggregation. Pure functions.
 
-`advance` moves an attempt from phase to phase; `secure_messages` takes the messages of its clients. The sets that
+`advance` moves an attempt from phase to phase; `secure` takes the messages of its clients. The sets that
 clients are asked about are fixed by a transition that is stored before any client is asked, and follow from the stored
 assignments alone, so that a restarted server asks for the same ones:
 
