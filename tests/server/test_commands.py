@@ -175,7 +175,7 @@ def deadly(module, name):
 deadly(pki_folder, "replace")
 deadly(profile, "save")
 deadly(schema, "upgrade")
-deadly(init, "add_to")
+deadly(init, "add_operator_to")
 for left in range(num_steps):
     place, child = f"{data}-{left}", os.fork()
     if child == 0:
