@@ -53,6 +53,13 @@ def options(command: click.Command) -> set[str]:
     return {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
 
 
+def children(command: click.Group) -> dict[str, click.Command]:
+    """The commands of a group, each imported if it is not yet."""
+    context = click.Context(command)
+    found = {name: command.get_command(context, name) for name in command.list_commands(context)}
+    return {name: child for name, child in found.items() if child is not None}
+
+
 def variables(command: click.Command) -> set[str]:
     """The environment variables of the options of a command and of its subcommands."""
     found: set[str] = set()
@@ -60,7 +67,7 @@ def variables(command: click.Command) -> set[str]:
         names = parameter.envvar or ()
         found.update([names] if isinstance(names, str) else names)
     if isinstance(command, click.Group):
-        found.update(name for child in command.commands.values() for name in variables(child))
+        found.update(name for child in children(command).values() for name in variables(child))
     return found
 
 
@@ -71,8 +78,8 @@ def check_call(words: list[str]) -> None:
     for word in words[1:]:
         if word.startswith("--"):
             assert word.partition("=")[0] in known, " ".join(words)
-        elif isinstance(command, click.Group) and word in command.commands:
-            command = command.commands[word]
+        elif isinstance(command, click.Group) and word in children(command):
+            command = children(command)[word]
             known |= options(command)
     assert not isinstance(command, click.Group), f"{' '.join(words)}: no command"
 
