@@ -59,8 +59,20 @@ def test_no_claim_of_steps_scales_the_updates_of_all_others(claimed: float):
     liar = (np.zeros(SIZE, np.float32), after(claimed))
     moved, believed = step_of(FedNova().build(), *honest, liar), step_of(FedNova().build(), *honest)
     factor = float(moved @ believed / (believed @ believed))
-    # Nine of ten have 10 steps, and the tenth counts for at most 20 times the median: (9 x 10 + 160) / 10 of 10.
-    assert 0.9 * (9 + 10) / 10 <= factor <= 0.9 * (9 + 20) / 10
+    # Nine of ten have 10 steps, and the tenth counts for at most 10 times the median: (9 x 10 + 100) / 10 of 10.
+    assert factor == pytest.approx(0.9 * (9 + 10) / 10)
+
+
+@pytest.mark.parametrize("claimed", [0.01, 1.0, 1e9])
+def test_no_claim_of_steps_decides_the_model(claimed: float):
+    """A claim counts as at least a tenth of the median, and at most ten times it; the order has no effect."""
+    values, steps = np.array([0.1] * 9 + [-0.1]), np.array([100.0] * 9 + [min(max(claimed, 10.0), 1000.0)])
+    expected = steps.mean() * np.mean(values / steps)
+    assert expected > -0.01
+    reports = [(np.full(SIZE, value, np.float32), after(100.0)) for value in values[:9]]
+    liar = (np.full(SIZE, -0.1, np.float32), after(claimed))
+    for updates in ([*reports, liar], [liar, *reports]):
+        np.testing.assert_allclose(step_of(FedNova().build(), *updates), expected, rtol=1e-3)
 
 
 def test_unequal_steps_within_the_limit_count_as_in_the_paper():
