@@ -24,8 +24,8 @@ Read = Callable[[Mapping[str, float]], float]
 """A function that returns a claim from the metrics of a report."""
 
 
-def limit_claims(claims: Sequence[float], factor: float = MAX_FACTOR) -> list[float]:
-    """Return claims that are at most `factor` times the lower median, and at least the median divided by it.
+def limit_claims(claims: Sequence[float], most: float = MAX_FACTOR) -> list[float]:
+    """Return claims that are at most `most` times the lower median, and at least a tenth of it (`MAX_FACTOR`).
 
     >>> limit_claims([100.0, 100.0, 90.0, 1.0, 1e9])
     [100.0, 100.0, 90.0, 10.0, 1000.0]
@@ -33,10 +33,10 @@ def limit_claims(claims: Sequence[float], factor: float = MAX_FACTOR) -> list[fl
     if len(claims) < MIN_CLAIMS:
         return list(claims)
     median = median_low(claims)
-    return [min(max(claim, median / factor), median * factor) for claim in claims]
+    return [min(max(claim, median / MAX_FACTOR), median * most) for claim in claims]
 
 
-def bound_claims(read: Read, name: str) -> Wrapper:
+def bound_claims(read: Read, name: str, most: float = MAX_FACTOR) -> Wrapper:
     """Wrap a rule that folds a claim, so that it finds the bounded claim in the metric of this name."""
 
     def with_claim(contribution: Contribution, claim: float) -> Contribution:
@@ -52,7 +52,7 @@ def bound_claims(read: Read, name: str) -> Wrapper:
 
         def reduce(partial: Partial) -> Partial:
             claims = [read(contribution.metrics) for _, contribution in partial.kept]
-            if (bounded := limit_claims(claims)) == claims:
+            if (bounded := limit_claims(claims, most)) == claims:
                 return dataclasses.replace(partial, kept=())
             again = dataclasses.replace(partial, total=inner.start(partial.total.size).total, weight=0.0, num_updates=0)
             again = dataclasses.replace(again, sums={}, kept=())

@@ -129,6 +129,21 @@ def test_q_fedavg_believes_possible_losses_only():
     assert lying.tobytes() == honest.tobytes()
 
 
+@pytest.mark.parametrize("q", [0.3, 1.0, 5.0])
+@pytest.mark.parametrize("claimed", [0.0, 0.01, 1000.0])
+def test_no_claim_of_a_loss_decides_the_model(q: float, claimed: float):
+    """Algorithm 2, with a claim of at least a tenth of the median, and at most ten times the weight of the others."""
+    values = np.array([0.1] * 9 + [-0.1])
+    losses = np.array([1.0] * 9 + [min(max(claimed, 0.1), 10 ** (1 / max(q, 1.0)))])
+    norms = SIZE * values**2
+    bounds = losses**q + q * losses ** (q - 1) * norms / 0.1
+    expected = (losses**q * values).sum() / bounds.sum()
+    reports = [(np.full(SIZE, value, np.float32), losing(1.0)) for value in values[:9]]
+    liar = (np.full(SIZE, -0.1, np.float32), losing(claimed))
+    for updates in ([*reports, liar], [liar, *reports]):
+        np.testing.assert_allclose(step_of(QFedAvg(q=q).build(), *updates), expected, rtol=1e-4)
+
+
 def test_a_buffer_of_stale_updates_moves_the_model_less():
     """Nguyen et al.: s(3) = 0.5, and the divisor stays K."""
     fresh = step_of(FedBuff().build(), *[(update(seed), Contribution(1.0)) for seed in range(4)])
