@@ -55,8 +55,8 @@ class Shard(NamedTuple):
     """The columns of an accumulator that has only some of them (see `fedplat.model.blocks`).
 
     Exactly one shard `owns_carried`, the entries that are not floating-point. The sum of the updates is kept in
-    `memory`, a vector of zeros or a device accumulator; if it is None, or the rule gathers, the accumulator allocates
-    its own.
+    `memory`, a vector of zeros or a device accumulator; if it is None, or a device's though the rule gathers, the
+    accumulator allocates its own.
     """
 
     columns: range
@@ -309,10 +309,10 @@ class Accumulator:
 def _place_in_memory(partial: Partial, shard: Shard, rule: Rule) -> Partial:
     """Return the partial result with the shard's columns and memory."""
     partial = dataclasses.replace(partial, first=shard.columns.start, reduce_shards=shard.reduce_shards)
-    if shard.memory is None or rule.gather is not None:
-        return partial
     if isinstance(shard.memory, np.ndarray):
         return dataclasses.replace(partial, total=shard.memory)
+    if shard.memory is None or rule.gather is not None:  # updates that are read twice are summed in memory
+        return partial
     return dataclasses.replace(partial, device=shard.memory)
 
 

@@ -15,7 +15,7 @@ reduction over clients, so that updates can be streamed):
 A rule that needs all updates of an attempt at once (a median, for instance) folds nothing: its partial result keeps the
 updates, which must stay readable until the attempt ends. Then `gather(state, partial)` returns a partial result with
 their total, which `apply` receives as usual. It reads the updates and the state in lockstep, block by block
-(`fedplat.model.rows`).
+(`fedplat.model.rows`). A rule that needs them again only in rare cases does both: it folds an update, and keeps it.
 
 A rule that `keeps_memory` has state of any form, which only it can read, such as that of an optimizer of another
 library: bytes of any length, which are stored with the vectors. It gathers: `gather` finds the bytes of the previous

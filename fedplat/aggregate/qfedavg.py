@@ -10,9 +10,11 @@ paper's sampling of clients by their number of examples, and both sides are divi
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from fedplat.aggregate import options as ranges
 from fedplat.aggregate.algebra import MEAN_WEIGHT, BaseRule, Contribution, Partial, Rule, State, Wrapper
+from fedplat.aggregate.claims import MAX_FACTOR, bound_claims
 from fedplat.aggregate.mean import weighted_mean
 from fedplat.model import Blocks, Vector
 from fedplat.model.blocks import l2_norm, scale_vector
@@ -41,13 +43,18 @@ class QFedAvg(BaseRule, frozen=True, forbid_unknown_fields=True, tag_field="rule
 def weight_by_loss(options: QFedAvg) -> Wrapper:
     """Weight each update by its client's loss to the power of q, and shorten the step as in the paper.
 
-    An update is read once for its norm, and once more to be folded. Losses are clamped to 0 to `max_loss`.
+    An update is read once for its norm, and once more to be folded. Losses are clamped to 0 to `max_loss`. Of
+    three reports or more, none has more than ten times the weight of the median loss, or it would outweigh all others;
+    and none is below a tenth of the median, or the model would stay where it is if q is below 1.
     """
     q, lipschitz = options.q, 1.0 / options.local_learning_rate
 
+    def read(metrics: Mapping[str, float]) -> float:
+        return min(max(metrics[LOSS_BEFORE], 0.0), options.max_loss)
+
     def wrap(inner: Rule) -> Rule:
         def fold(partial: Partial, update: Blocks, contribution: Contribution) -> Partial:
-            loss = min(max(contribution.metrics[LOSS_BEFORE], 0.0), options.max_loss) + 1e-10
+            loss = contribution.metrics[LOSS_BEFORE] + 1e-10
             factor = loss**q
             norm = l2_norm(update, partial.reduce_shards) if q else 0.0
             bound = factor + (q * loss ** (q - 1) * lipschitz * norm**2 if q else 0.0)
@@ -59,6 +66,7 @@ def weight_by_loss(options: QFedAvg) -> Wrapper:
             mean, state = inner.apply(state, partial)
             return mean * (partial.weight / partial.sums["weighted_bound"]), state
 
-        return dataclasses.replace(inner, fold=fold, apply=apply, metrics=inner.metrics | {LOSS_BEFORE})
+        rule = dataclasses.replace(inner, fold=fold, apply=apply, metrics=inner.metrics | {LOSS_BEFORE})
+        return bound_claims(read, LOSS_BEFORE, MAX_FACTOR ** (1 / max(q, 1.0)))(rule)
 
     return wrap

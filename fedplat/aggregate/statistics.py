@@ -19,8 +19,11 @@ from fedplat.model import Schema, Vector
 def average_statistics(inner: Rule) -> Rule:
     """Replace a rule's step by the mean of the updates for the entries of `Partial.statistics`.
 
-    The rules of asynchronous jobs (`unit_weights`) move a fraction towards the clients' models, and keep their step.
+    With `unit_weights`, stale updates count for less, as in the step. A rule whose step is a part of the way to the
+    clients' models (FedAsync), or what the clients have given away (EASGD), keeps it.
     """
+    unit = float(inner.unit_weights)
+    keeps_step = inner.unit_weights and (inner.from_latest or bool(inner.requirements.algorithm))
 
     def apply(state: State, partial: Partial) -> tuple[Vector, State]:
         step, after = inner.apply(state, partial)
@@ -29,10 +32,10 @@ def average_statistics(inner: Rule) -> Rule:
             range(max(each.start - partial.first, 0), min(each.stop - partial.first, size))
             for each in partial.statistics
         ]
-        if inner.unit_weights or not any(own):
+        if keeps_step or not any(own):
             return step, after
         step = step.copy()  # it may be part of the state, such as a momentum
-        weight = np.float32(partial.sums.get(MEAN_WEIGHT, partial.weight))
+        weight = np.float32(max(partial.sums.get(MEAN_WEIGHT, partial.weight), partial.num_updates * unit))
         for part in filter(None, own):
             step[part.start : part.stop] = partial.total[part.start : part.stop] / weight
         return step, after

@@ -13,21 +13,26 @@ never make two ends disagree about a copy, which would change the mean.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from fedplat.codecs import Codec
-from fedplat.model import Vector, VectorBlocks, blocks
+from fedplat.model import Vector, VectorBlocks, blocks, limit_spreads
 
 
 def mix(
-    own: Vector, neighbours: Iterable[tuple[float, Vector]], copy: Vector | None = None, gamma: float = 1.0
+    own: Vector,
+    neighbours: Iterable[tuple[float, Vector]],
+    copy: Vector | None = None,
+    gamma: float = 1.0,
+    spreads: Sequence[range] = (),
 ) -> Vector:
     """Return a silo's next model: own + gamma Σ w (x_j - copy), where `copy` is its own public one, by default `own`.
 
     Each neighbour has its weight in the silo's row and its model, or its public copy. Sums are float64, and the result
-    is float32, shape [entries]. Raises `ValueError` if a model has another size.
+    is float32, shape [entries]; in the columns of `spreads` (`Schema.spreads`) it is at least 0, though copies that a
+    codec has changed may lead below. Raises `ValueError` if a model has another size.
     """
     reference, parts = own if copy is None else copy, list(neighbours)
     for _, vector in parts:
@@ -39,6 +44,7 @@ def mix(
         for weight, vector in parts:
             step += weight * (vector[part].astype(np.float64) - reference[part])
         mixed[part] = own[part] + gamma * step
+    limit_spreads(mixed, spreads)
     return mixed
 
 

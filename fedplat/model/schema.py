@@ -177,6 +177,11 @@ class Schema:
         return tuple(found)
 
     @cached_property
+    def spreads(self) -> tuple[range, ...]:
+        """The columns of the running statistics that are at least 0."""
+        return tuple(each.columns for each in self.statistics if each.is_spread)
+
+    @cached_property
     def header(self) -> bytes:
         """The safetensors header that every file of this schema begins with."""
         entries: dict[str, Any] = {METADATA_KEY: {CARRY_KEY: self.carry}}

@@ -237,7 +237,6 @@ def apply_step(
     """
     entries = dict(floating_runs(base.schema, range(base.schema.num_floating) if columns is None else columns))
     step, used = np.empty(0, np.float32), 0
-    spreads = [each.columns for each in base.schema.statistics if each.is_spread]
     column = 0  # of the first entry of a run
     with base.reader(8 * WINDOW) as read:
         for run in base.schema.segments:
@@ -254,12 +253,12 @@ def apply_step(
                     step, used = next(steps), 0
                 count = min(stop - first, step.size - used)
                 values = add_step(read_run(read, run, first, count), step[used : used + count])
-                _limit(values, column - run.count + first, spreads)
+                limit_spreads(values, base.schema.spreads, column - run.count + first)
                 yield PlacedEntries(start + first * values.itemsize, values)
                 first, used = first + count, used + count
 
 
-def _limit(values: npt.NDArray[Any], column: int, spreads: Sequence[range]) -> None:
+def limit_spreads(values: npt.NDArray[Any], spreads: Sequence[range], column: int = 0) -> None:
     """Raise negative entries of some columns to 0, in place; the first of the values has the index `column`."""
     for columns in spreads:
         part = values[max(columns.start - column, 0) : max(columns.stop - column, 0)]

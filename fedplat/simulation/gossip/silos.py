@@ -37,6 +37,7 @@ class SiloModels:
         mode, count = spec.gossip, engine.num_clients
         assert mode is not None
         self._mode, self._engine, self._seed = mode, engine, seed
+        self._spreads = initial.schema.spreads
         vector = initial.to_vector()
         self._whole: list[Parameters] = [initial] * count
         self.values = np.tile(vector.astype(np.float64 if mode.is_directed else np.float32), (count, 1))
@@ -141,7 +142,7 @@ class SiloModels:
             return
         gamma = 1.0 if self._mode.gamma is None else self._mode.gamma
         neighbours = [(weight, stored[int(name)][0]) for name, weight in row.neighbours]
-        self.values[silo] = mix(self.values[silo], neighbours, self.copies[silo], gamma)
+        self.values[silo] = mix(self.values[silo], neighbours, self.copies[silo], gamma, self._spreads)
 
     def largest(self, silo: int) -> float:
         """Return the largest magnitude in a silo's model."""

@@ -365,3 +365,18 @@ def test_the_state_is_for_the_owner_only(tmp_path: Path) -> None:
     SiloModel(folder, initial_model(), GossipSetup(trains=True, exchange="neighbours"), None)
     for path in folder.path.rglob("*"):
         assert path.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("name", ["norm.running_var", "norm.running_mean"])
+def test_compressed_gossip_makes_no_variance_negative(tmp_path: Path, name: str) -> None:
+    initial = Parameters.from_arrays({name: np.full(SIZE, 0.25, np.float32)})
+    setup = GossipSetup(trains=True, exchange="neighbours", gamma=0.5)
+    model = SiloModel(SiloFolder(tmp_path), initial, setup, TopK(fraction=0.2).build())
+    model.prepare(1, RELAY, np.random.default_rng(1))
+    content = files.make_model_file(np.full(SIZE, -5.0, np.float32)).to_bytes()
+    path, digest = tmp_path / "received" / hashlib.sha256(content).hexdigest(), hashlib.sha256(content).hexdigest()
+    path.write_bytes(content)
+    model.store("c-0", digest, path)
+    assert model.mix(CommitRow(1, "c-9", 0.6, (("c-0", 0.4),)))
+    expected = 0.0 if name.endswith("var") else 0.25 + 0.5 * 0.4 * (-5.0 - 0.25)
+    np.testing.assert_allclose(model.read(), expected, atol=1e-6)

@@ -37,13 +37,24 @@ RULES = {
     "fednova": "",
     "qfedavg": "q = 2.0\nlocal_learning_rate = 0.1",
     "feddyn": "num_clients = 4",
+    "fedbuff": "learning_rate = 3.0",
+    "fedasync": "mixing = 1.0",
+    "easgd": "",
+    "scaffold": "num_clients = 4\nlearning_rate = 3.0",
 }
-CONFIG = {"qfedavg": ", measure_before = true", "feddyn": ', algorithm = "feddyn", alpha = 1.0'}
+CONFIG = {
+    "qfedavg": ", measure_before = true",
+    "feddyn": ', algorithm = "feddyn", alpha = 1.0',
+    "easgd": ', algorithm = "easgd", rho = 1.0',
+    "scaffold": ', algorithm = "scaffold"',
+}
+WEIGHTS = {"fedbuff": (1.0, 1.0), "fedasync": (1.0, 1.0), "easgd": (0.5, 0.5)}
+"""The weights of rules for which these are no fractions of their sum; those of EASGD make it the mean."""
 
 
 def job(rule: str, more: str = "") -> str:
     text = JOB.replace("0.1 }", f"0.1{CONFIG.get(rule, '')} }}")
-    uniform = '[updates]\nweighting = "uniform"\n' if rule == "feddyn" else ""
+    uniform = '[updates]\nweighting = "uniform"\n' if rule in {*WEIGHTS, "feddyn", "scaffold"} else ""
     return f'{text}{uniform}[aggregation]\nrule = "{rule}"\n{RULES[rule]}\n{more}'
 
 
@@ -55,12 +66,13 @@ def model(*values: float) -> Parameters:
 
 @pytest.mark.parametrize("rule_name", RULES)
 def test_statistics_are_averaged_while_weights_are_stepped(rule_name: str) -> None:
-    rule, latest, weights = build_rule(parse_job(job(rule_name))), model(1.0, 0.0, 1.0), (1.0, 3.0)
+    rule, weights = build_rule(parse_job(job(rule_name))), WEIGHTS.get(rule_name, (1.0, 3.0))
+    latest = rule.requirements.extend(model(1.0, 0.0, 1.0))
     state = rule.init(latest.schema.num_floating)
     for mean, variance in ((4.0, 0.01), (2.0, 0.04), (0.0, 0.0)):
         accumulator = Accumulator(latest.schema, rule)
         for number, weight in enumerate(weights):
-            trained = model(0.5, mean + number, variance * (1 + number))
+            trained = rule.requirements.extend(model(0.5, mean + number, variance * (1 + number)))
             metrics = {"local_steps": 10.0**number, "loss_before": 1.0 + number}
             accumulator.fold(trained.minus(latest), Contribution(weight, weight, metrics))
         factors = np.array(weights)
@@ -73,6 +85,16 @@ def test_statistics_are_averaged_while_weights_are_stepped(rule_name: str) -> No
         np.testing.assert_allclose(latest["norm.running_mean"], factors @ [mean, mean + 1], rtol=1e-5)
         np.testing.assert_allclose(latest["norm.running_var"], variance * (factors @ [1, 2]), rtol=1e-4, atol=1e-7)
         assert (latest["norm.running_var"] >= 0).all()
+
+
+def test_stale_updates_of_a_buffer_move_statistics_less() -> None:
+    rule, base = build_rule(parse_job(job("fedbuff"))), model(1.0, 0.0, 1.0)
+    accumulator = Accumulator(base.schema, rule)
+    for weight, variance in ((1.0, 0.5), (0.5, 0.2)):
+        accumulator.fold(model(1.0, 4.0, variance).minus(base), Contribution(weight))
+    found, _ = accumulator.finish(base, {})
+    np.testing.assert_allclose(found["norm.running_mean"], (1.0 * 4.0 + 0.5 * 4.0) / 2, rtol=1e-6)
+    np.testing.assert_allclose(found["norm.running_var"], 1.0 - (1.0 * 0.5 + 0.5 * 0.8) / 2, rtol=1e-6)
 
 
 @pytest.mark.parametrize("rule_name", ["fedavg", "fedadam"])

@@ -59,8 +59,20 @@ def test_no_claim_of_steps_scales_the_updates_of_all_others(claimed: float):
     liar = (np.zeros(SIZE, np.float32), after(claimed))
     moved, believed = step_of(FedNova().build(), *honest, liar), step_of(FedNova().build(), *honest)
     factor = float(moved @ believed / (believed @ believed))
-    # Nine of ten have 10 steps, and the tenth counts for at most 20 times the median: (9 x 10 + 160) / 10 of 10.
-    assert 0.9 * (9 + 10) / 10 <= factor <= 0.9 * (9 + 20) / 10
+    # Nine of ten have 10 steps, and the tenth counts for at most 10 times the median: (9 x 10 + 100) / 10 of 10.
+    assert factor == pytest.approx(0.9 * (9 + 10) / 10)
+
+
+@pytest.mark.parametrize("claimed", [0.01, 1.0, 1e9])
+def test_no_claim_of_steps_decides_the_model(claimed: float):
+    """A claim counts as at least a tenth of the median, and at most ten times it; the order has no effect."""
+    values, steps = np.array([0.1] * 9 + [-0.1]), np.array([100.0] * 9 + [min(max(claimed, 10.0), 1000.0)])
+    expected = steps.mean() * np.mean(values / steps)
+    assert expected > -0.01
+    reports = [(np.full(SIZE, value, np.float32), after(100.0)) for value in values[:9]]
+    liar = (np.full(SIZE, -0.1, np.float32), after(claimed))
+    for updates in ([*reports, liar], [liar, *reports]):
+        np.testing.assert_allclose(step_of(FedNova().build(), *updates), expected, rtol=1e-3)
 
 
 def test_unequal_steps_within_the_limit_count_as_in_the_paper():
@@ -115,6 +127,21 @@ def test_q_fedavg_believes_possible_losses_only():
     rule = QFedAvg(max_loss=10.0).build()
     lying, honest = (step_of(rule, (update(1), losing(loss)), (update(2), losing(1.0))) for loss in (1e20, 10.0))
     assert lying.tobytes() == honest.tobytes()
+
+
+@pytest.mark.parametrize("q", [0.3, 1.0, 5.0])
+@pytest.mark.parametrize("claimed", [0.0, 0.01, 1000.0])
+def test_no_claim_of_a_loss_decides_the_model(q: float, claimed: float):
+    """Algorithm 2, with a claim of at least a tenth of the median, and at most ten times the weight of the others."""
+    values = np.array([0.1] * 9 + [-0.1])
+    losses = np.array([1.0] * 9 + [min(max(claimed, 0.1), 10 ** (1 / max(q, 1.0)))])
+    norms = SIZE * values**2
+    bounds = losses**q + q * losses ** (q - 1) * norms / 0.1
+    expected = (losses**q * values).sum() / bounds.sum()
+    reports = [(np.full(SIZE, value, np.float32), losing(1.0)) for value in values[:9]]
+    liar = (np.full(SIZE, -0.1, np.float32), losing(claimed))
+    for updates in ([*reports, liar], [liar, *reports]):
+        np.testing.assert_allclose(step_of(QFedAvg(q=q).build(), *updates), expected, rtol=1e-4)
 
 
 def test_a_buffer_of_stale_updates_moves_the_model_less():

@@ -70,6 +70,24 @@ def test_one_silo_computes_its_row() -> None:
         mix(x[0], [(0.5, x[0][:3])])
 
 
+@pytest.mark.parametrize(("codec", "scale"), [(Quantize(bits=4), 50.0), (TopK(fraction=0.2), 0.3)])
+def test_compressed_gossip_makes_no_variance_negative(codec: Quantize | TopK, scale: float) -> None:
+    count, size, rng, built = 4, 40, np.random.default_rng(6), codec.build()
+    links, spreads = ring(count), (range(10, 20), range(30, 35))
+    x = rng.normal(scale=scale, size=(count, size)).astype(np.float32)
+    is_spread = np.isin(np.arange(size), [*spreads[0], *spreads[1]])
+    x[:, is_spread] = rng.random((count, 15), np.float32)
+    copies, num_negative = np.zeros_like(x), 0
+    for _ in range(10):
+        copies = np.stack([compress(built, x[silo], copies[silo], rng)[1] for silo in range(count)])
+        rows = [[(weight, copies[j]) for j, weight in links.row(silo)[1]] for silo in range(count)]
+        free = np.stack([mix(x[silo], rows[silo], copies[silo], 0.8) for silo in range(count)])
+        x = np.stack([mix(x[silo], rows[silo], copies[silo], 0.8, spreads) for silo in range(count)])
+        num_negative += int((free[:, is_spread] < 0).sum())
+        np.testing.assert_array_equal(x, np.where(is_spread, np.maximum(free, 0), free))
+    assert num_negative > 0
+
+
 def test_push_sum_converges_to_the_mean_with_silent_senders() -> None:
     count, rng = 16, np.random.default_rng(5)
     options = Gossip(topology="exponential", exchange="push-sum")

@@ -11,12 +11,15 @@ import pytest
 
 from fedplat.errors import JobFileError
 from fedplat.gossip import Gossip, draw_edges, metropolis, mix_all, push_all, push_sum
+from fedplat.gossip.messages import CommitRow
 from fedplat.job import parse_job
+from fedplat.model import Parameters
 from fedplat.simulation.clients import FleetOptions, build_fleet
 from fedplat.simulation.clients.distributions import Constant
 from fedplat.simulation.clients.links import Cut, LinkOptions, Outage
 from fedplat.simulation.engines.interface import ClientTask, LocalUpdate
 from fedplat.simulation.federated.training import training_seed
+from fedplat.simulation.gossip.silos import SiloModels
 from fedplat.simulation.recording.result import GossipExchange, Result
 from fedplat.simulation.run import Simulation, run
 from support.simulation.least_squares import LeastSquares, initial
@@ -102,6 +105,19 @@ def test_silos_agree_in_spite_of_lost_messages_cut_links_and_a_dead_silo(mode: s
     assert [each.silos for each in found[:7]] == [8, 8, 8, 8, 7, 7, 8]
     assert all(each.confirmed == each.edges for each in exchanges(clean))
     assert result.participation.merged.tolist() == [len(found) - 2 * (silo == 3) for silo in range(SILOS)]
+
+
+def test_compressed_gossip_makes_no_variance_negative() -> None:
+    spec = make_job(", gamma = 0.5", more="compression.uplink.codec = 'quantize'\nupdates.weighting = 'uniform'\n")
+    shapes = {"norm.running_var": 2, "weight": 2}
+    model = Parameters.from_arrays({name: np.full(size, 0.25, np.float32) for name, size in shapes.items()})
+    silos = SiloModels(spec, LeastSquares(2), model, seed=1)
+    silos.publish(0, 1)
+    silos.copies[1][:] = -5.0
+    silos.store(0, 1)
+    silos.mix(CommitRow(1, "0", 0.6, (("1", 0.4),)))
+    away = 0.25 + 0.5 * 0.4 * (-5.0 - 0.25)
+    np.testing.assert_allclose(silos.values[0], [0.0, 0.0, away, away], rtol=1e-6)
 
 
 LINE = ", ".join(f'["{silo}", "{silo + 1}"]' for silo in range(SILOS - 1))

@@ -248,7 +248,8 @@ class SiloModel:
 
     def _mix_models(self, row: CommitRow) -> Parameters:
         neighbours = [(weight, self._read_plain(self.state.stored[name])) for name, weight in row.neighbours]
-        return files.make_model_file(mix(self.read(), neighbours, self._read_plain(self.announced), self._gamma))
+        copy, spreads = self._read_plain(self.announced), self._initial.schema.spreads
+        return files.make_model_file(mix(self.read(), neighbours, copy, self._gamma, spreads))
 
     def _mix_sums(self, row: CommitRow) -> Parameters:
         own = files.read_sum_file(self._path(self.state.model), self.size)
