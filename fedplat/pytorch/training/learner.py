@@ -25,6 +25,7 @@ from fedplat.pytorch.training.examples import Examples
 from fedplat.pytorch.training.hidden_state import HiddenState
 from fedplat.pytorch.training.meaning import (
     Accuracy,
+    ClassWeights,
     CountAnswers,
     Loss,
     OwnLoss,
@@ -32,6 +33,7 @@ from fedplat.pytorch.training.meaning import (
     Sums,
     check_reduction,
     choose_count,
+    choose_weights,
     guard,
 )
 from fedplat.pytorch.training.schedule import Indices, iterate_batches
@@ -86,6 +88,15 @@ class Learner:
     def count_answers(self) -> CountAnswers | None:
         """Counts correct answers of a batch; None without an accuracy."""
         return choose_count(self.accuracy, self.loss)
+
+    @functools.cached_property
+    def class_weights(self) -> ClassWeights | None:
+        """The weights of targets in a loss of classes; None for other losses."""
+        return choose_weights(self.loss)
+
+    def make_scores(self, metrics: tuple[Metric, ...] = ()) -> Scores:
+        """Return scores without batches yet."""
+        return Scores(self.count_answers, metrics, self.class_weights)
 
     def make(self, device: torch.device | str = "cpu", seed: int = 0) -> nn.Module:
         """Create the module with initial values from a seed. PyTorch's global random state is restored afterwards.
@@ -207,7 +218,7 @@ class Trainee:
         `after_batch` is called with the number of examples done.
         """
         self.module.eval()
-        scores, done = Scores(self.learner.count_answers, self.learner.metrics), 0
+        scores, done = self.learner.make_scores(self.learner.metrics), 0
         with torch.no_grad():
             for inputs, targets in examples.batches(order):
                 outputs = self.module(inputs)

@@ -18,8 +18,8 @@ from fedplat.model import Parameters
 from fedplat.pytorch.training.algorithm import build_guarded_algorithm
 from fedplat.pytorch.training.examples import Batch
 from fedplat.pytorch.training.gradients import LocalTraining
-from fedplat.pytorch.training.learner import Trainee
-from fedplat.pytorch.training.meaning import CountAnswers, CountClasses
+from fedplat.pytorch.training.learner import Learner, Trainee
+from fedplat.pytorch.training.meaning import CountClasses
 from fedplat.pytorch.training.schedule import Indices, StepSchedule
 from fedplat.pytorch.training.trainer import evaluate
 from fedplat.pytorch.vectorized import layout
@@ -137,7 +137,7 @@ class CohortTrainer:
             learner = self._trainee.learner
             self._gradients = StackedGradients(self._trainee.module, learner.batch_loss, self.layout.names, state)
         self._trainee.module.train()
-        scores = _StackedScores(len(rows), weights.device, self._trainee.learner.count_answers)
+        scores = _StackedScores(len(rows), weights.device, self._trainee.learner)
         number = 0
         while active := [row for row in rows if len(row.steps) > number]:
             views = self.layout.views(weights[: len(active)])
@@ -184,12 +184,12 @@ class CohortTrainer:
 class _StackedScores:
     """Sums over each client's last epoch; they stay on the device until they are read."""
 
-    def __init__(self, num_clients: int, device: torch.device, count: CountAnswers | None) -> None:
-        self._count = count
+    def __init__(self, num_clients: int, device: torch.device, learner: Learner) -> None:
+        self._count, self._class_weights = learner.count_answers, learner.class_weights
         self._losses = torch.zeros(num_clients, dtype=torch.float64, device=device)
         self._hits = torch.zeros(num_clients, dtype=torch.int64, device=device)
         self._answers = torch.zeros(num_clients, dtype=torch.int64, device=device)
-        self._num_examples = np.zeros(num_clients, np.int64)
+        self._weights = torch.zeros(num_clients, dtype=torch.float64, device=device)
 
     def add(
         self, losses: torch.Tensor, outputs: torch.Tensor, targets: torch.Tensor, sizes: npt.NDArray[np.int64]
@@ -198,9 +198,10 @@ class _StackedScores:
         if not sizes.any():
             return
         count = len(losses)
-        self._num_examples[:count] += sizes
         counted = torch.from_numpy(sizes).to(losses.device)
-        self._losses[:count] += losses * counted
+        weights = self._weigh(targets, counted)
+        self._weights[:count] += weights
+        self._losses[:count] += (losses * weights).where(weights > 0, 0.0)
         if isinstance(self._count, CountClasses):
             if self._count.suits(outputs[0], targets[0]):
                 mask = torch.arange(targets.shape[1], device=counted.device) < counted.unsqueeze(1)
@@ -216,10 +217,18 @@ class _StackedScores:
                 self._hits[row] += hits
                 self._answers[row] += answers
 
+    def _weigh(self, targets: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+        """Return the weight of each client's loss."""
+        weights = None if self._class_weights is None else self._class_weights(targets)
+        if weights is None:
+            return counted
+        rows = weights.reshape(*targets.shape[:2], -1).sum(2)
+        return (rows * (torch.arange(targets.shape[1], device=counted.device) < counted.unsqueeze(1))).sum(1)
+
     def means(self) -> list[dict[str, float]]:
         """Return `loss`, and `accuracy` if there are answers, of each client."""
-        losses = self._losses.tolist()
-        means = [{"loss": loss / size} for loss, size in zip(losses, self._num_examples.tolist(), strict=True)]
+        pairs = zip(self._losses.tolist(), self._weights.tolist(), strict=True)
+        means = [{"loss": loss / weight} if weight else {} for loss, weight in pairs]
         for each, hits, answers in zip(means, self._hits.tolist(), self._answers.tolist(), strict=True):
             if answers:
                 each["accuracy"] = hits / answers
