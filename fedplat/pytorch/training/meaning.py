@@ -358,6 +358,7 @@ class Scores:
         weights: ClassWeights | None = None,
     ) -> None:
         self._count, self._metrics, self._class_weights = count, metrics, weights
+        self._ignored = _IGNORED if weights is None else weights.ignored
         self._is_weight_counted = weights is not None and weights.are_answers(count)
         self._totals: list[dict[str, torch.Tensor]] = [{} for _ in metrics]
         self._losses: list[torch.Tensor] = []
@@ -380,7 +381,7 @@ class Scores:
             weights = None if self._class_weights is None else self._class_weights(targets)
             self._weights.append(len(targets) if weights is None else weights.sum())
         for metric, totals in zip(self._metrics, self._totals, strict=True):
-            measured = measure(metric, detach(outputs), targets)
+            measured = measure(metric, detach(outputs), targets, self._ignored)
             _add_to(totals, {name: torch.as_tensor(value).double() for name, value in measured.items()})
 
     def extend(self, others: Scores) -> None:
