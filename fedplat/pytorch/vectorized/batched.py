@@ -21,7 +21,7 @@ from fedplat.pytorch.training.gradients import LocalTraining
 from fedplat.pytorch.training.learner import Learner, Trainee
 from fedplat.pytorch.training.meaning import CountClasses
 from fedplat.pytorch.training.schedule import Indices, StepSchedule
-from fedplat.pytorch.training.trainer import evaluate
+from fedplat.pytorch.training.trainer import measure_before
 from fedplat.pytorch.vectorized import layout
 from fedplat.pytorch.vectorized.layout import Base, ParameterLayout, Tensors, UnsuitableError
 from fedplat.pytorch.vectorized.trainer import ClientAlgorithmState, FlatSgd, check_algorithm
@@ -80,7 +80,7 @@ class CohortTrainer:
 
     def train(self, base: Base, works: Sequence[LocalTraining]) -> list[tuple[Parameters, dict[str, float]]]:
         """Return the update and the metrics of each client; store their client states."""
-        befores = [self._before(base, work) for work in works]
+        befores = [measure_before(self._trainee, base.parameters, work) for work in works]
         rows = sorted((self._row(index, work) for index, work in enumerate(works)), key=lambda row: -len(row.steps))
         weights = self._load(base, rows)
         starts = [ClientAlgorithmState(self.layout, self._options, base, row.work.client_state) for row in rows]
@@ -99,12 +99,6 @@ class CohortTrainer:
             self.layout.save(trained, {}, row.work.client_state)
             results[row.index] = update, {**score, **befores[row.index], **metrics}
         return results
-
-    def _before(self, base: Base, work: LocalTraining) -> dict[str, float]:
-        if not self._options.measure_before:
-            return {}
-        metrics = evaluate(self._trainee, base.parameters, work.examples, client_state=work.client_state)
-        return {"loss_before": metrics["loss"]}
 
     def _row(self, index: int, work: LocalTraining) -> _Row:
         plan = StepSchedule(

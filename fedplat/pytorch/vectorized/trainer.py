@@ -17,7 +17,7 @@ from fedplat.pytorch.training.gradients import LocalTraining
 from fedplat.pytorch.training.learner import Trainee, use_seed
 from fedplat.pytorch.training.meaning import ClassWeights, CountAnswers, CountClasses
 from fedplat.pytorch.training.schedule import StepSchedule
-from fedplat.pytorch.training.trainer import evaluate, explain_errors
+from fedplat.pytorch.training.trainer import explain_errors, measure_before
 from fedplat.pytorch.vectorized import layout
 from fedplat.pytorch.vectorized.layout import Base, ParameterLayout, Tensors, UnsuitableError
 from fedplat.pytorch.vectorized.vmap_gradients import Gradients
@@ -54,10 +54,7 @@ class FlatTrainer:
         self, base: Base, work: LocalTraining, buffer: Bytes | None = None
     ) -> tuple[Parameters, dict[str, float]]:
         """Return the update, in `buffer` if given, and the metrics of one client; store its client state."""
-        metrics: dict[str, float] = {}
-        if self._options.measure_before:
-            before = evaluate(self._trainee, base.parameters, work.examples, client_state=work.client_state)
-            metrics["loss_before"] = before["loss"]
+        metrics = measure_before(self._trainee, base.parameters, work)
         state = self._load(base, work.client_state)
         start = ClientAlgorithmState(self.layout, self._options, base, work.client_state)
         descent = FlatSgd(self.layout, self._options, work.learning_rate, self._weights)

@@ -237,6 +237,11 @@ def test_padding_alone_has_no_loss() -> None:
     work = LocalTraining(examples=examples, options=LocalOptions.from_config(CONFIG), seed=1)
     assert "loss" not in train(Trainee(learner), model, work)
     assert model == learner.initial()
+    before = LocalTraining(
+        examples=examples, options=LocalOptions.from_config({**CONFIG, "measure_before": True}), seed=1
+    )
+    with pytest.raises(ModelError, match="the loss ignores the targets of all examples"):
+        train(Trainee(learner), model, before)
 
 
 def test_small_types_of_classes_are_not_padding() -> None:
