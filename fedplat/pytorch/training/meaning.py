@@ -16,11 +16,10 @@ import torch
 from msgspec import Struct
 from torch import nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
-from typing_extensions import override
 
 from fedplat.errors import ModelError
 from fedplat.metrics import Metric, compute_all, measure
+from fedplat.pytorch.training.broadcasts import RefuseBroadcasts
 
 Loss: TypeAlias = Callable[[Any, torch.Tensor], torch.Tensor]
 Correct: TypeAlias = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -55,7 +54,6 @@ _PAIRED_LOSS_MODULES = (
     nn.KLDivLoss,
     nn.MultiLabelSoftMarginLoss,
 )
-_DIFFERENCES = frozenset({"sub", "subtract", "rsub", "__sub__", "__rsub__"})
 _IGNORED = -100
 """The target that PyTorch's losses ignore, unless another is given."""
 
@@ -101,7 +99,7 @@ class OwnLoss:
         if self._is_checked:
             loss = self._loss(outputs, targets)
         else:
-            with _RefuseBroadcasts(outputs):
+            with RefuseBroadcasts(outputs, targets, _PAIRED_LOSSES):
                 loss = self._loss(outputs, targets)
             self._is_checked = len(targets) > 1
         found = cast(object, loss)
@@ -114,32 +112,6 @@ class OwnLoss:
                 "argmax() or NumPy"
             )
         return found
-
-
-class _RefuseBroadcasts(TorchFunctionMode):
-    """Refuses to compare outputs [n, 1] with targets [n]: PyTorch would compare each with each.
-
-    That is only looked for in PyTorch's losses and in differences of the outputs: elsewhere it may be meant.
-    """
-
-    def __init__(self, outputs: object) -> None:
-        super().__init__()
-        self._outputs = outputs
-
-    @override
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named: dict[str, Any] = kwargs or {}
-        pair = (*args, *(named[name] for name in ("input", "target", "other") if name in named))[:2]
-        is_loss = func in _PAIRED_LOSSES
-        is_difference = getattr(func, "__name__", "") in _DIFFERENCES and any(each is self._outputs for each in pair)
-        if (is_loss or is_difference) and len(pair) == 2 and all(isinstance(each, torch.Tensor) for each in pair):
-            one, other = pair[0].shape, pair[1].shape
-            if len(one) != len(other) and one.numel() == other.numel() != torch.broadcast_shapes(one, other).numel():
-                raise ModelError(
-                    f"the loss compares outputs {list(one)} with targets {list(other)}, each with each; expected equal "
-                    "shapes, such as outputs.squeeze(1)"
-                )
-        return func(*args, **named)
 
 
 @dataclass(frozen=True)

@@ -176,12 +176,39 @@ def test_a_loss_of_the_owner_does_not_compare_each_with_each(loss: Callable[...,
     assert learner.batch_loss(outputs[:, 0], targets).item() == 0.0
 
 
+COMPARED: list[Callable[[Any, Any], Any]] = [
+    lambda o, t: ((o["y"] - t) ** 2).mean(),
+    lambda o, t: (o["y"].sigmoid() - t).abs().mean(),
+    lambda o, t: (2 * o["y"] + -t.float()).abs().mean(),
+    lambda o, t: ((1 - t) * functional.logsigmoid(-o["y"])).mean(),
+    lambda o, t: functional.pairwise_distance(o["y"], t).mean(),
+    lambda o, t: functional.gaussian_nll_loss(o["y"], t, torch.ones(4, 1)),
+]
+
+
+@pytest.mark.parametrize("loss", COMPARED)
+def test_what_is_computed_from_outputs_is_not_compared_each_with_each(loss: Callable[..., Any]) -> None:
+    outputs, targets = {"y": torch.ones(4, 1).requires_grad_()}, torch.arange(4.0)
+    with pytest.raises(ModelError, match=r"\[4.*\] with targets \[4.*\], each with each"):
+        Learner(model=one_logit, loss=loss).batch_loss(outputs, targets)
+    Learner(model=one_logit, loss=loss).batch_loss(outputs, targets[:, None])
+    wide = {"y": torch.ones(4, 4).requires_grad_()}  # as many columns as examples
+    Learner(model=one_logit, loss=loss).batch_loss(wide, targets)
+
+
 def test_distances_of_pairs_may_compare_each_with_each() -> None:
     def pairs(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         apart = targets[:, None] != targets[None]
         return (apart * (outputs - outputs.T)).mean() + functional.mse_loss(outputs, outputs.detach())
 
     assert Learner(model=one_logit, loss=pairs).batch_loss(torch.ones(4, 1), torch.arange(4)).item() == 0.0
+
+    def all_pairs(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        centers = torch.zeros(4)
+        scores = outputs.sigmoid() * centers + outputs[:, 0].exp().unsqueeze(1) * targets  # each with each is meant
+        return scores.mean() + (targets.float() @ outputs.exp()).mean()
+
+    assert Learner(model=one_logit, loss=all_pairs).batch_loss(torch.zeros(4, 1), torch.zeros(4)).item() == 0.0
 
 
 @pytest.mark.parametrize(
