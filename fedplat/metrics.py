@@ -123,8 +123,14 @@ METRICS: Mapping[str, type[Metric]] = by_name(F1, TopKAccuracy, MeanAbsoluteErro
 define(Kind("metrics", "name", "a metric", Metric, ("measure", "compute"), METRICS, plain=True))
 
 
-def measure(metric: Metric, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, Any]:
-    """Measure a batch. Raises `PluginError` or `UserCodeError` if the metric cannot."""
+def measure(metric: Metric, outputs: torch.Tensor, targets: torch.Tensor, ignored: int = -1) -> dict[str, Any]:
+    """Measure a batch. Raises `PluginError` or `UserCodeError` if the metric cannot.
+
+    Targets that are `ignored`, which the loss ignores, do not count in the classes of `F1` and `TopKAccuracy`.
+    """
+    if ignored >= 0 and isinstance(metric, F1 | TopKAccuracy) and not targets.is_floating_point():
+        targets = targets.long()
+        targets = targets.where(targets != ignored, -1)
     action = f'the metric "{name_of(metric)}": measure()'
     with user_code.wrap_errors(action):
         found = cast(object, metric.measure(outputs, targets))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
@@ -164,8 +165,8 @@ class TrainResult:
     """The result of a trainer: the trained parameters, or the change that training made (`delta`).
 
     Both are `Parameters`, a mapping of arrays or of PyTorch's tensors, or an `nn.Module`, with the names, shapes and
-    dtypes of `task.parameters`. Averages weight the client by `num_examples`. Raises `ValueError` for a number that is
-    not usable.
+    dtypes of `task.parameters`; further names of a tied weight, which the model has once, are left out. Averages weight
+    the client by `num_examples`. Raises `ValueError` for a number that is not usable.
     """
 
     parameters: Parameters | Arrays | _Module | None = None
@@ -218,8 +219,21 @@ def _fit_schema(argument: str, values: Any, schema: Schema) -> Parameters:
             "task.parameters, a state_dict or an nn.Module"
         )
     parameters = Parameters.zeros(schema)  # assigned by name: the caller's order of tensors does not matter
-    parameters.assign(values)
+    parameters.assign(_leave_out_ties(values, schema))
     return parameters
+
+
+def _leave_out_ties(values: Arrays, schema: Schema) -> Arrays:
+    """Return the values without further names of a tensor that the model has once, such as a tied weight."""
+    names = {tensor.name for tensor in schema.tensors}
+    torch = sys.modules.get("torch")  # else there are no tensors of it
+    if torch is None or not any(isinstance(value, torch.Tensor) for name, value in values.items() if name not in names):
+        return values
+    from fedplat.pytorch.convert import find_tied_names  # the light client has no PyTorch
+
+    ties = find_tied_names(values)
+    known = {ties.get(name, name) for name in values if name in names}
+    return {name: value for name, value in values.items() if name in names or ties.get(name, name) not in known}
 
 
 def _validate_count(count: float) -> float:

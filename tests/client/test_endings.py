@@ -15,6 +15,7 @@ import grpc
 import numpy as np
 import pytest
 
+from fedplat.errors import ModelError
 from fedplat.model import Parameters
 from fedplat.wire.v1 import model_pb2
 from fedplat_client import (
@@ -289,6 +290,28 @@ def test_tensors_are_a_result_like_arrays(base: Parameters) -> None:
     assert start["bias"].dtype.name == "bfloat16"
     for given in (module, dict(module.named_parameters()), module.state_dict()):
         assert not TrainResult(parameters=given, num_examples=1).to_update(start).to_vector().any()
+
+
+def test_a_tied_weight_is_a_result_with_all_its_names() -> None:
+    torch = pytest.importorskip("torch")
+    convert = pytest.importorskip("fedplat.pytorch.convert")
+    module = torch.nn.ModuleDict({"words": torch.nn.Embedding(3, 2), "o": torch.nn.Linear(2, 3, bias=False)})
+    module["o"].weight = module["words"].weight
+    base = convert.from_state_dict(module.state_dict())
+    assert list(base) == ["words.weight"]
+    convert.load_into(module, base)
+    with torch.no_grad():
+        module["o"].weight += 1
+    other = Parameters.from_arrays({"o.weight": base["words.weight"]})  # a model of another tool
+    both = Parameters.from_arrays(dict.fromkeys(("words.weight", "o.weight"), base["words.weight"]))
+    for given in (module, module.state_dict()):
+        for start in (base, other, both):
+            update = TrainResult(parameters=given, num_examples=1).to_update(start)
+            np.testing.assert_allclose(update.to_vector(), 1.0, rtol=1e-6)
+        assert TrainResult(delta=given, num_examples=1).to_update(base).schema == base.schema
+    strange = {**module.state_dict(), "o.weight": torch.ones(3, 2)}
+    with pytest.raises(ModelError, match=r"'o.weight' is not part of the model"):
+        TrainResult(parameters=strange, num_examples=1).to_update(base)
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")

@@ -49,6 +49,20 @@ def test_the_numbers_of_scikit_learn() -> None:
     assert found["r2"] == pytest.approx(reference.r2_score(REAL, GUESSED))
 
 
+@pytest.mark.parametrize(("ignored", "dtype"), [(0, np.int64), (255, np.uint8), (255, np.int64), (-100, np.int64)])
+def test_targets_that_the_loss_ignores_do_not_count(ignored: int, dtype: type) -> None:
+    targets = np.where(np.arange(157) % 3 == 0, ignored, 1 + CLASSES % 4).astype(dtype)
+    learner = Learner(model=nn.Identity, loss=nn.CrossEntropyLoss(ignore_index=ignored))
+    scores = learner.make_scores((F1(), TopKAccuracy(1)))
+    for start in range(0, 157, 10):
+        batch = slice(start, start + 10)
+        outputs, chosen = torch.from_numpy(LOGITS[batch]), torch.from_numpy(targets[batch])
+        scores.add(learner.batch_loss(outputs, chosen), outputs, chosen)
+    found, counts = scores.means(), targets != ignored
+    assert found["f1"] == pytest.approx(reference.f1_score(targets[counts], ANSWERS[counts], average="macro"))
+    assert found["top_1"] == found["accuracy"] == pytest.approx((targets == ANSWERS)[counts].mean())
+
+
 def test_a_class_for_each_token() -> None:
     """Outputs [sentences, classes, tokens], as PyTorch's cross entropy expects."""
     outputs = RNG.normal(size=(20, 7, 6)).astype(np.float32)

@@ -34,7 +34,7 @@ def evaluate_parts(
     together have done. Raises `TrainingError` on all ranks if the model cannot be a pipeline.
     """
     trainee.module.eval()
-    scores, chain = Scores(trainee.learner.count_answers, trainee.learner.metrics), _Chain(trainee)
+    scores, chain = trainee.learner.make_scores(trainee.learner.metrics), _Chain(trainee)
     size = min(batch_size, len(examples)) or len(examples)
     mine = _divide(trainee, len(examples), size)
     batches = examples.batches(batch.indices for batch in mine)

@@ -77,7 +77,7 @@ class ParallelGradients(LayoutGradients):
         steps, ahead = itertools.tee(self.parts(plan))
         batches = examples.batches(part.indices for step in ahead for part in step)
         for step in steps:
-            scores = Scores(trainee.learner.count_answers)
+            scores = trainee.learner.make_scores()
             for part in step:
                 for unit in units:
                     unit.set_requires_gradient_sync(part is step[-1], recurse=False)
@@ -133,7 +133,7 @@ class GradientsInTurn(LayoutGradients):
         batches: Iterator[tuple[torch.Tensor, torch.Tensor]],
     ) -> Scores:
         """Add the gradients of a part of a batch; return its scores."""
-        count, scores = self._layout.parallel.num_micro_batches, Scores(trainee.learner.count_answers)
+        count, scores = self._layout.parallel.num_micro_batches, trainee.learner.make_scores()
         if len(trainee.stages) == 1:
             with use_seed(trainee.device, part.seed):
                 inputs, targets = next(batches)

@@ -181,7 +181,7 @@ class _Stage:
         self, number: int, trainee: DividedModule, module: nn.Module, stepper: Stepper, batches: _Batches
     ) -> None:
         self.number, self.delay = number, trainee.layout.parallel.num_stages - 1 - number
-        self._count = trainee.learner.count_answers
+        self._learner = trainee.learner
         self.versions = WeightVersions(dict(module.named_parameters()))
         self.scores = Scores()
         self._module, self._stepper, self._batches = _Versioned(module), stepper, batches
@@ -199,7 +199,7 @@ class _Stage:
         targets = self._batches.take_targets(number)
         with use_seed(self._batches.device, self._batches.seed(number, self.number)):
             loss, outputs = self._stepper.forward(self._module, inputs, targets)
-        self.scores = Scores(self._count)
+        self.scores = self._learner.make_scores()
         self.scores.add(loss, outputs, targets)
         self._open[number] = inputs, loss
         return None

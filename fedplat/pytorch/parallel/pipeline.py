@@ -93,7 +93,7 @@ class PipelineGradients(LayoutGradients):
                 if pipeline is None:
                     shapes = find_shapes(trainee, None if inputs is None else inputs[:size], stepper.autocast)
                     pipeline = _Pipeline(trainee, stepper, shapes, self._observer)
-                loss = PartLoss(trainee.learner.batch_loss, stepper, part, size, Scores(trainee.learner.count_answers))
+                loss = PartLoss(trainee.learner.batch_loss, stepper, part, size, trainee.learner.make_scores())
                 pipeline.run(part, loss, inputs, targets, reduce=part is step[-1])
                 if self._counts:
                     scores.extend(loss.scores)

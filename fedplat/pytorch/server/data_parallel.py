@@ -95,7 +95,7 @@ class DataParallelGradients(GradientComputation):
         steps, ahead = itertools.tee(self.parts(plan))
         batches = examples.batches(part.indices for step in ahead for part in step)
         for step in steps:
-            scores = Scores(trainee.learner.count_answers)
+            scores = trainee.learner.make_scores()
             buffers.begin()
             for part, following in itertools.zip_longest(step, step[1:]):
                 wait = module.no_sync() if following is not None else nullcontext()

@@ -67,7 +67,7 @@ class HogwildGradients(GradientComputation):
         steps, ahead = itertools.tee(self.parts(plan))
         batches = examples.batches(part.indices for step in ahead for part in step)
         for done, step in enumerate(steps, self._begin + 1):
-            scores = Scores(trainee.learner.count_answers)
+            scores = trainee.learner.make_scores()
             updates = [list(parts) for _, parts in itertools.groupby(step, key=lambda part: part.rank)]
             for number, parts in enumerate(updates, 1):
                 for part, share in zip(parts, _shares(parts), strict=True):

@@ -244,7 +244,7 @@ class _Curve:
         ]
         first = self._progress.done - len(self._open)
         for step, parts in enumerate(zip(*rank_sums, strict=True), first):
-            self._progress.losses[step] = Sums.total(parts).means()["loss"]
+            self._progress.losses[step] = Sums.total(parts).means().get("loss", math.nan)
         self._open = []
 
 

@@ -58,7 +58,7 @@ class SingleProcessGradients(GradientComputation):
         steps, ahead = itertools.tee(plan.steps())
         batches = examples.batches(itertools.chain.from_iterable(map(plan.batches_of, ahead)))
         for step in steps:
-            scores, again = Scores(trainee.learner.count_answers), list[tuple[torch.Tensor, torch.Tensor, float]]()
+            scores, again = trainee.learner.make_scores(), list[tuple[torch.Tensor, torch.Tensor, float]]()
             for batch in plan.batches_of(step):
                 inputs, targets = next(batches)
                 share = len(batch) / len(step)

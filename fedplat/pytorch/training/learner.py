@@ -6,7 +6,7 @@ import copy
 import fnmatch
 import functools
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -25,6 +25,7 @@ from fedplat.pytorch.training.examples import Examples
 from fedplat.pytorch.training.hidden_state import HiddenState
 from fedplat.pytorch.training.meaning import (
     Accuracy,
+    ClassWeights,
     CountAnswers,
     Loss,
     OwnLoss,
@@ -32,6 +33,7 @@ from fedplat.pytorch.training.meaning import (
     Sums,
     check_reduction,
     choose_count,
+    choose_weights,
     guard,
 )
 from fedplat.pytorch.training.schedule import Indices, iterate_batches
@@ -40,8 +42,8 @@ from fedplat.randomness import use_seeds
 BATCH_NORM = "@batch_norm"
 """In `personal`, stands for all tensors of BatchNorm layers: FedBN (Li et al. 2021, arXiv 2102.07623)."""
 _NOTE = "personal"
-_trained = weakref.WeakSet[nn.Module]()
-"""The modules that have had other values than their initial ones."""
+_trained = weakref.WeakValueDictionary[int, object]()
+"""The modules, and their tensors that training changes, that have had other values than their initial ones, by `id`."""
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -87,6 +89,15 @@ class Learner:
         """Counts correct answers of a batch; None without an accuracy."""
         return choose_count(self.accuracy, self.loss)
 
+    @functools.cached_property
+    def class_weights(self) -> ClassWeights | None:
+        """The weights of targets in a loss of classes; None for other losses."""
+        return choose_weights(self.loss)
+
+    def make_scores(self, metrics: tuple[Metric, ...] = ()) -> Scores:
+        """Return scores without batches yet."""
+        return Scores(self.count_answers, metrics, self.class_weights)
+
     def make(self, device: torch.device | str = "cpu", seed: int = 0) -> nn.Module:
         """Create the module with initial values from a seed. PyTorch's global random state is restored afterwards.
 
@@ -108,7 +119,7 @@ class Learner:
         Raises `ModelError` if the factory returns a module that was trained before.
         """
         trainee = Trainee(self, seed=seed)
-        _refuse_trained(trainee.module)
+        _refuse_trained(trainee.module, _find_trained(trainee.module))
         return backend.from_state_dict(trainee.shared_tensors())
 
 
@@ -126,7 +137,8 @@ class Trainee:
         ties = backend.find_tied_names(state)
         self._ties = {name: first for name, first in ties.items() if not self.personal & {name, first}}
         self.hidden = HiddenState(self.module, learner.loss)
-        self._is_used = self.module in _trained
+        self._used = _find_trained(self.module)
+        self._is_registered = False
 
     @property
     def smallest_batch(self) -> int:
@@ -142,7 +154,9 @@ class Trainee:
 
         The module forgets what it remembers of an earlier training or evaluation.
         """
-        _trained.add(self.module)
+        if not self._is_registered:
+            _trained.update({id(each): each for each in (self.module, *_changing_tensors(self.module).values())})
+            self._is_registered = True
         self.forget()
         values = {name: tensor for name, tensor in backend.to_torch(parameters).items() if not name.startswith(CONTROL)}
         if both := sorted(self.personal & values.keys()):
@@ -151,8 +165,8 @@ class Trainee:
                 "tensors, such as Learner.initial() returns"
             )
         note = client_state.get(_NOTE) if self.personal else None
-        if self.personal and note is None and self._is_used:
-            _refuse_trained(self.module)
+        if note is None:
+            _refuse_trained(self.module, self._used & self.personal)
         try:
             values = backend.fill_ties(values, self._ties) if self._ties else values
             self.module.load_state_dict({**values, **(self._first if note is None else backend.to_torch(note))})
@@ -204,7 +218,7 @@ class Trainee:
         `after_batch` is called with the number of examples done.
         """
         self.module.eval()
-        scores, done = Scores(self.learner.count_answers, self.learner.metrics), 0
+        scores, done = self.learner.make_scores(self.learner.metrics), 0
         with torch.no_grad():
             for inputs, targets in examples.batches(order):
                 outputs = self.module(inputs)
@@ -236,12 +250,32 @@ def use_seed(device: torch.device, seed: int) -> Generator[None]:
             generator.set_state(before)
 
 
-def _refuse_trained(module: nn.Module) -> None:
-    if module in _trained:
-        raise ModelError(
-            f"the function of the model returned the same {type(module).__name__} again, which was trained since; "
-            "expected a new module from each call: create it inside the function, not outside"
-        )
+def _changing_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors that training changes, by name: trained parameters, and the statistics of BatchNorm."""
+    changing: dict[str, torch.Tensor] = {}
+    changing |= {name: value for name, value in module.named_parameters() if value.requires_grad}
+    for place, part in module.named_modules():
+        if isinstance(part, _BATCH_NORMS):
+            changing |= {f"{place}.{name}" if place else name: value for name, value in part.named_buffers()}
+    return changing
+
+
+def _find_trained(module: nn.Module) -> frozenset[str]:
+    """Return the names of a new module's tensors that were trained before, in another module or in the same one."""
+    names = frozenset(name for name, value in _changing_tensors(module).items() if _trained.get(id(value)) is value)
+    return frozenset(module.state_dict()) if _trained.get(id(module)) is module else names
+
+
+def _refuse_trained(module: nn.Module, names: Collection[str]) -> None:
+    """Raise `ModelError` if there are names of tensors that were trained before."""
+    if not names:
+        return
+    kind, name = type(module).__name__, min(names)
+    what = f"the same {kind}" if _trained.get(id(module)) is module else f"a {kind} with the same tensor {name!r}"
+    raise ModelError(
+        f"the function of the model returned {what} again, which was trained since; expected a new module from each "
+        "call: create it inside the function, not outside"
+    )
 
 
 def _personal_names(module: nn.Module, patterns: tuple[str, ...]) -> Iterator[str]:

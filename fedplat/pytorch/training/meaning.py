@@ -16,11 +16,10 @@ import torch
 from msgspec import Struct
 from torch import nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
-from typing_extensions import override
 
 from fedplat.errors import ModelError
 from fedplat.metrics import Metric, compute_all, measure
+from fedplat.pytorch.training.broadcasts import RefuseBroadcasts
 
 Loss: TypeAlias = Callable[[Any, torch.Tensor], torch.Tensor]
 Correct: TypeAlias = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -55,7 +54,6 @@ _PAIRED_LOSS_MODULES = (
     nn.KLDivLoss,
     nn.MultiLabelSoftMarginLoss,
 )
-_DIFFERENCES = frozenset({"sub", "subtract", "rsub", "__sub__", "__rsub__"})
 _IGNORED = -100
 """The target that PyTorch's losses ignore, unless another is given."""
 
@@ -101,7 +99,7 @@ class OwnLoss:
         if self._is_checked:
             loss = self._loss(outputs, targets)
         else:
-            with _RefuseBroadcasts(outputs):
+            with RefuseBroadcasts(outputs, targets, _PAIRED_LOSSES):
                 loss = self._loss(outputs, targets)
             self._is_checked = len(targets) > 1
         found = cast(object, loss)
@@ -114,32 +112,6 @@ class OwnLoss:
                 "argmax() or NumPy"
             )
         return found
-
-
-class _RefuseBroadcasts(TorchFunctionMode):
-    """Refuses to compare outputs [n, 1] with targets [n]: PyTorch would compare each with each.
-
-    That is only looked for in PyTorch's losses and in differences of the outputs: elsewhere it may be meant.
-    """
-
-    def __init__(self, outputs: object) -> None:
-        super().__init__()
-        self._outputs = outputs
-
-    @override
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named: dict[str, Any] = kwargs or {}
-        pair = (*args, *(named[name] for name in ("input", "target", "other") if name in named))[:2]
-        is_loss = func in _PAIRED_LOSSES
-        is_difference = getattr(func, "__name__", "") in _DIFFERENCES and any(each is self._outputs for each in pair)
-        if (is_loss or is_difference) and len(pair) == 2 and all(isinstance(each, torch.Tensor) for each in pair):
-            one, other = pair[0].shape, pair[1].shape
-            if len(one) != len(other) and one.numel() == other.numel() != torch.broadcast_shapes(one, other).numel():
-                raise ModelError(
-                    f"the loss compares outputs {list(one)} with targets {list(other)}, each with each; expected equal "
-                    "shapes, such as outputs.squeeze(1)"
-                )
-        return func(*args, **named)
 
 
 @dataclass(frozen=True)
@@ -161,6 +133,7 @@ class CountClasses:
         """Return the numbers of correct answers and of answers; None if the targets are no classes."""
         if not self.suits(outputs, targets):
             return None
+        targets = targets.long()  # a smaller type could not be compared with -100
         counts, hits = targets != self.ignored, outputs.detach().argmax(1) == targets
         return (hits & counts if self.ignored >= 0 else hits).sum(), counts.sum()  # no answer is below 0
 
@@ -183,6 +156,28 @@ class CountCorrect:
 
 
 CountAnswers: TypeAlias = CountClasses | CountCorrect
+
+
+@dataclass(frozen=True, eq=False)
+class ClassWeights:
+    """The weights in the mean that a loss of classes is: 0 for `ignored` targets, else those of `classes`, or 1."""
+
+    ignored: int
+    classes: torch.Tensor | None
+
+    def __call__(self, targets: torch.Tensor) -> torch.Tensor | None:
+        """Return the weight of each target; None for probabilities, where each example has the same one."""
+        if targets.is_floating_point():
+            return None
+        targets = targets.long()
+        counts = targets != self.ignored
+        if self.classes is None:
+            return counts
+        return self.classes.detach().to(targets.device)[targets.where(counts, 0)] * counts
+
+    def are_answers(self, count: CountAnswers | None) -> bool:
+        """Return whether the sum of the weights is the number of answers, which need not be counted twice."""
+        return self.classes is None and count == CountClasses(self.ignored)
 
 
 def guard(loss: Loss) -> Loss:
@@ -221,12 +216,20 @@ def choose_count(accuracy: Accuracy, loss: Loss) -> CountAnswers | None:
     return CountClasses(_IGNORED if ignored is None else ignored)
 
 
+def choose_weights(loss: Loss) -> ClassWeights | None:
+    """Return the weights of targets in one of PyTorch's losses of classes; None for others, the mean over examples."""
+    ignored = _ignored_target(loss)
+    if ignored is None:
+        return None
+    if type(loss) in _CLASS_LOSS_MODULES:
+        return ClassWeights(ignored, cast(Any, loss).weight)
+    return ClassWeights(ignored, loss.keywords.get("weight") if isinstance(loss, functools.partial) else None)
+
+
 def weighs_classes(loss: Loss) -> bool:
     """Return whether a loss of classes is the weighted mean of a batch: that of one example does not depend on them."""
-    if type(loss) in _CLASS_LOSS_MODULES:
-        return cast(Any, loss).weight is not None
-    is_partial = isinstance(loss, functools.partial) and _plain(loss) in _CLASS_LOSSES
-    return is_partial and cast(Any, loss).keywords.get("weight") is not None
+    weights = choose_weights(loss)
+    return weights is not None and weights.classes is not None
 
 
 def _plain(loss: Loss) -> Loss:
@@ -282,18 +285,23 @@ def _name(loss: Loss) -> str:
 class Sums(Struct, frozen=True, array_like=True):
     """Sums over `num_examples` examples; `hits` of `num_answers` answers were correct.
 
-    `totals` are the sums of each metric's measurements: numbers, and lists of them.
+    `loss` is divided by `weight`: the examples, or the targets that count in the loss, with the weights of their
+    classes. `totals` are the sums of each metric's measurements: numbers, and lists of them.
     """
 
     loss: float
     num_examples: int
     hits: int
     num_answers: int
+    weight: float
     totals: list[dict[str, Any]] = []
 
     def means(self, metrics: Sequence[Metric] = ()) -> dict[str, float]:
-        """Return `loss`, `accuracy` if there are answers, and the values of the metrics that were measured."""
-        means = {"loss": self.loss / self.num_examples}
+        """Return `loss`, `accuracy` if there are answers, and the values of the metrics that were measured.
+
+        There is no loss if no target counts in it, such as in a batch of padding.
+        """
+        means = {"loss": self.loss / self.weight} if self.weight else {}
         if self.num_answers:
             means["accuracy"] = self.hits / self.num_answers
         arrays = [{name: np.array(total, np.float64) for name, total in each.items()} for each in self.totals]
@@ -303,7 +311,8 @@ class Sums(Struct, frozen=True, array_like=True):
     def total(cls, parts: Iterable[Sums]) -> Sums:
         """Add up parts, in their order."""
         parts = list(parts)
-        columns = zip(*((each.loss, each.num_examples, each.hits, each.num_answers) for each in parts), strict=True)
+        rows = ((each.loss, each.num_examples, each.hits, each.num_answers, each.weight) for each in parts)
+        columns = zip(*rows, strict=True)
         measured = zip(*(each.totals for each in parts), strict=True)
         return cls(*(sum(column) for column in columns), totals=[_add_up(each) for each in measured])
 
@@ -314,28 +323,43 @@ class Scores:
     They stay on the device until they are read.
     """
 
-    def __init__(self, count: CountAnswers | None = None, metrics: Sequence[Metric] = ()) -> None:
-        self._count, self._metrics = count, metrics
+    def __init__(
+        self,
+        count: CountAnswers | None = None,
+        metrics: Sequence[Metric] = (),
+        weights: ClassWeights | None = None,
+    ) -> None:
+        self._count, self._metrics, self._class_weights = count, metrics, weights
+        self._ignored = _IGNORED if weights is None else weights.ignored
+        self._is_weight_counted = weights is not None and weights.are_answers(count)
         self._totals: list[dict[str, torch.Tensor]] = [{} for _ in metrics]
         self._losses: list[torch.Tensor] = []
+        self._weights: list[torch.Tensor | int] = []
         self._hits: list[torch.Tensor] = []
         self._answers: list[torch.Tensor] = []
         self._num_examples = 0
 
     def add(self, loss: torch.Tensor, outputs: Any, targets: torch.Tensor) -> None:
         """Add a batch, where `loss` is its mean."""
-        self._losses.append(loss.detach() * len(targets))
+        self._losses.append(loss.detach())
         self._num_examples += len(targets)
-        if self._count is not None and (counted := self._count(outputs, targets)) is not None:
+        counted = None if self._count is None else self._count(outputs, targets)
+        if counted is not None:
             self._hits.append(counted[0])
             self._answers.append(counted[1])
+        if counted is not None and self._is_weight_counted:
+            self._weights.append(counted[1])
+        else:
+            weights = None if self._class_weights is None else self._class_weights(targets)
+            self._weights.append(len(targets) if weights is None else weights.sum())
         for metric, totals in zip(self._metrics, self._totals, strict=True):
-            measured = measure(metric, detach(outputs), targets)
+            measured = measure(metric, detach(outputs), targets, self._ignored)
             _add_to(totals, {name: torch.as_tensor(value).double() for name, value in measured.items()})
 
     def extend(self, others: Scores) -> None:
         """Add the scores of other batches."""
         self._losses += others._losses
+        self._weights += others._weights
         self._hits += others._hits
         self._answers += others._answers
         self._num_examples += others._num_examples
@@ -344,10 +368,21 @@ class Scores:
 
     def sums(self) -> Sums:
         """Return the sums so far."""
-        loss = torch.stack(self._losses).double().sum().item() if self._losses else 0.0
+        loss, weight = self._add_losses() if self._losses else (0.0, 0.0)
         hits, num_answers = (int(torch.stack(each).sum().item()) if each else 0 for each in (self._hits, self._answers))
         totals = [{name: total.tolist() for name, total in each.items()} for each in self._totals]
-        return Sums(loss, self._num_examples, hits, num_answers, totals)
+        return Sums(loss, self._num_examples, hits, num_answers, weight, totals)
+
+    def _add_losses(self) -> tuple[float, float]:
+        """Return the sum of the losses, weighted, and of the weights; the loss of padding alone, NaN, has none."""
+        losses = torch.stack(self._losses)
+        if all(isinstance(each, int) for each in self._weights):
+            weights = torch.tensor(self._weights, device=losses.device)
+        else:
+            weights = torch.stack([torch.as_tensor(each, device=losses.device) for each in self._weights])
+        losses = losses.to(torch.promote_types(losses.dtype, torch.float32))
+        losses = losses * weights.to(losses.dtype)
+        return losses.where(weights > 0, 0.0).double().sum().item(), weights.double().sum().item()
 
     def means(self) -> dict[str, float]:
         """Return `loss`, `accuracy` if there are answers, and the values of the metrics."""

@@ -47,9 +47,7 @@ def train(trainee: Trainee, parameters: Parameters, work: LocalTraining) -> Mapp
     of scores returns `epsilon`, `noise_multiplier` and `private_steps`, over the whole job so far. Raises `ModelError`
     if the model does not fit the module, and `PrivacyLimitError`.
     """
-    metrics: dict[str, float] = {}
-    if work.options.measure_before:
-        metrics["loss_before"] = evaluate(trainee, parameters, work.examples, client_state=work.client_state)["loss"]
+    metrics = measure_before(trainee, parameters, work)
     trainee.load(parameters, work.client_state)
     start = _Start(trainee, parameters, work)
     try:
@@ -69,6 +67,19 @@ def train(trainee: Trainee, parameters: Parameters, work: LocalTraining) -> Mapp
     if direction.steps != num_steps:
         metrics["effective_steps"] = direction.steps
     return {**scores, **metrics}
+
+
+def measure_before(trainee: Trainee, parameters: Parameters, work: LocalTraining) -> dict[str, float]:
+    """Return `loss_before` if the training requests it. Raises `ModelError` if no target counts in the loss."""
+    if not work.options.measure_before:
+        return {}
+    means = evaluate(trainee, parameters, work.examples, client_state=work.client_state)
+    if "loss" not in means:
+        raise ModelError(
+            "the loss ignores the targets of all examples, and the job requests the loss before the training; expected "
+            "targets that count"
+        )
+    return {"loss_before": means["loss"]}
 
 
 def evaluate(

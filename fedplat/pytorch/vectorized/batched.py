@@ -18,10 +18,10 @@ from fedplat.model import Parameters
 from fedplat.pytorch.training.algorithm import build_guarded_algorithm
 from fedplat.pytorch.training.examples import Batch
 from fedplat.pytorch.training.gradients import LocalTraining
-from fedplat.pytorch.training.learner import Trainee
-from fedplat.pytorch.training.meaning import CountAnswers, CountClasses
+from fedplat.pytorch.training.learner import Learner, Trainee
+from fedplat.pytorch.training.meaning import CountClasses
 from fedplat.pytorch.training.schedule import Indices, StepSchedule
-from fedplat.pytorch.training.trainer import evaluate
+from fedplat.pytorch.training.trainer import measure_before
 from fedplat.pytorch.vectorized import layout
 from fedplat.pytorch.vectorized.layout import Base, ParameterLayout, Tensors, UnsuitableError
 from fedplat.pytorch.vectorized.trainer import ClientAlgorithmState, FlatSgd, check_algorithm
@@ -80,7 +80,7 @@ class CohortTrainer:
 
     def train(self, base: Base, works: Sequence[LocalTraining]) -> list[tuple[Parameters, dict[str, float]]]:
         """Return the update and the metrics of each client; store their client states."""
-        befores = [self._before(base, work) for work in works]
+        befores = [measure_before(self._trainee, base.parameters, work) for work in works]
         rows = sorted((self._row(index, work) for index, work in enumerate(works)), key=lambda row: -len(row.steps))
         weights = self._load(base, rows)
         starts = [ClientAlgorithmState(self.layout, self._options, base, row.work.client_state) for row in rows]
@@ -99,12 +99,6 @@ class CohortTrainer:
             self.layout.save(trained, {}, row.work.client_state)
             results[row.index] = update, {**score, **befores[row.index], **metrics}
         return results
-
-    def _before(self, base: Base, work: LocalTraining) -> dict[str, float]:
-        if not self._options.measure_before:
-            return {}
-        metrics = evaluate(self._trainee, base.parameters, work.examples, client_state=work.client_state)
-        return {"loss_before": metrics["loss"]}
 
     def _row(self, index: int, work: LocalTraining) -> _Row:
         plan = StepSchedule(
@@ -137,7 +131,7 @@ class CohortTrainer:
             learner = self._trainee.learner
             self._gradients = StackedGradients(self._trainee.module, learner.batch_loss, self.layout.names, state)
         self._trainee.module.train()
-        scores = _StackedScores(len(rows), weights.device, self._trainee.learner.count_answers)
+        scores = _StackedScores(len(rows), weights.device, self._trainee.learner)
         number = 0
         while active := [row for row in rows if len(row.steps) > number]:
             views = self.layout.views(weights[: len(active)])
@@ -184,12 +178,12 @@ class CohortTrainer:
 class _StackedScores:
     """Sums over each client's last epoch; they stay on the device until they are read."""
 
-    def __init__(self, num_clients: int, device: torch.device, count: CountAnswers | None) -> None:
-        self._count = count
+    def __init__(self, num_clients: int, device: torch.device, learner: Learner) -> None:
+        self._count, self._class_weights = learner.count_answers, learner.class_weights
         self._losses = torch.zeros(num_clients, dtype=torch.float64, device=device)
         self._hits = torch.zeros(num_clients, dtype=torch.int64, device=device)
         self._answers = torch.zeros(num_clients, dtype=torch.int64, device=device)
-        self._num_examples = np.zeros(num_clients, np.int64)
+        self._weights = torch.zeros(num_clients, dtype=torch.float64, device=device)
 
     def add(
         self, losses: torch.Tensor, outputs: torch.Tensor, targets: torch.Tensor, sizes: npt.NDArray[np.int64]
@@ -198,9 +192,10 @@ class _StackedScores:
         if not sizes.any():
             return
         count = len(losses)
-        self._num_examples[:count] += sizes
         counted = torch.from_numpy(sizes).to(losses.device)
-        self._losses[:count] += losses * counted
+        weights = self._weigh(targets, counted)
+        self._weights[:count] += weights
+        self._losses[:count] += (losses * weights).where(weights > 0, 0.0)
         if isinstance(self._count, CountClasses):
             if self._count.suits(outputs[0], targets[0]):
                 mask = torch.arange(targets.shape[1], device=counted.device) < counted.unsqueeze(1)
@@ -216,10 +211,18 @@ class _StackedScores:
                 self._hits[row] += hits
                 self._answers[row] += answers
 
+    def _weigh(self, targets: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+        """Return the weight of each client's loss."""
+        weights = None if self._class_weights is None else self._class_weights(targets)
+        if weights is None:
+            return counted
+        rows = weights.reshape(*targets.shape[:2], -1).sum(2)
+        return (rows * (torch.arange(targets.shape[1], device=counted.device) < counted.unsqueeze(1))).sum(1)
+
     def means(self) -> list[dict[str, float]]:
         """Return `loss`, and `accuracy` if there are answers, of each client."""
-        losses = self._losses.tolist()
-        means = [{"loss": loss / size} for loss, size in zip(losses, self._num_examples.tolist(), strict=True)]
+        pairs = zip(self._losses.tolist(), self._weights.tolist(), strict=True)
+        means = [{"loss": loss / weight} if weight else {} for loss, weight in pairs]
         for each, hits, answers in zip(means, self._hits.tolist(), self._answers.tolist(), strict=True):
             if answers:
                 each["accuracy"] = hits / answers

@@ -15,9 +15,9 @@ from fedplat.pytorch import convert as backend
 from fedplat.pytorch.training.algorithm import build_guarded_algorithm, check_drift
 from fedplat.pytorch.training.gradients import LocalTraining
 from fedplat.pytorch.training.learner import Trainee, use_seed
-from fedplat.pytorch.training.meaning import CountAnswers, CountClasses
+from fedplat.pytorch.training.meaning import ClassWeights, CountAnswers, CountClasses
 from fedplat.pytorch.training.schedule import StepSchedule
-from fedplat.pytorch.training.trainer import evaluate, explain_errors
+from fedplat.pytorch.training.trainer import explain_errors, measure_before
 from fedplat.pytorch.vectorized import layout
 from fedplat.pytorch.vectorized.layout import Base, ParameterLayout, Tensors, UnsuitableError
 from fedplat.pytorch.vectorized.vmap_gradients import Gradients
@@ -54,10 +54,7 @@ class FlatTrainer:
         self, base: Base, work: LocalTraining, buffer: Bytes | None = None
     ) -> tuple[Parameters, dict[str, float]]:
         """Return the update, in `buffer` if given, and the metrics of one client; store its client state."""
-        metrics: dict[str, float] = {}
-        if self._options.measure_before:
-            before = evaluate(self._trainee, base.parameters, work.examples, client_state=work.client_state)
-            metrics["loss_before"] = before["loss"]
+        metrics = measure_before(self._trainee, base.parameters, work)
         state = self._load(base, work.client_state)
         start = ClientAlgorithmState(self.layout, self._options, base, work.client_state)
         descent = FlatSgd(self.layout, self._options, work.learning_rate, self._weights)
@@ -91,12 +88,12 @@ class FlatTrainer:
         tensors = [*self._views, *state]
         if not self._trainee.module.training:  # after an evaluation; train() visits all submodules, which is slow
             self._trainee.module.train()
-        scores = LateScores(self._trainee.learner.count_answers)
+        scores = LateScores(self._trainee.learner.count_answers, self._trainee.learner.class_weights)
         randomness = use_seed(self._trainee.device, work.seed) if self._gradients.is_random else nullcontext()
         with randomness, torch.no_grad(), explain_errors(len(work.examples)):
             for number, step in enumerate(steps):
                 if number % plan.steps_per_epoch == 0:
-                    scores = LateScores(self._trainee.learner.count_answers)
+                    scores = LateScores(self._trainee.learner.count_answers, self._trainee.learner.class_weights)
                 gradients: Tensors = ()
                 num_examples = sum(len(batch) for batch in step)
                 for batch in step:
@@ -121,20 +118,24 @@ _MAX_KEPT_ENTRIES = 1 << 20
 
 
 class LateScores:
-    """Collects losses, and counts correct answers, with `count` if there is one."""
+    """Collects losses, and counts correct answers, with `count` if there is one; `weights` are those of the losses."""
 
-    def __init__(self, count: CountAnswers | None) -> None:
-        self._answers = count
+    def __init__(self, count: CountAnswers | None, weights: ClassWeights | None = None) -> None:
+        self._answers, self._class_weights = count, weights
         self._losses: list[torch.Tensor] = []
         self._outputs: list[torch.Tensor] = []
         self._targets: list[torch.Tensor] = []
+        self._weighed: list[torch.Tensor] = []
         self._sizes: list[int] = []
+        self._weights: list[float] = []
         self._kept = self._hits = self._num_answers = 0
 
     def add(self, loss: torch.Tensor, outputs: torch.Tensor, targets: torch.Tensor) -> None:
         """Add a batch, where `loss` is its mean."""
         self._losses.append(loss)
         self._sizes.append(len(targets))
+        if self._class_weights is not None:
+            self._weighed.append(targets)
         if isinstance(self._answers, CountClasses):
             if not self._answers.suits(outputs, targets):
                 return
@@ -149,9 +150,11 @@ class LateScores:
     def means(self) -> dict[str, float]:
         """Return `loss`, and `accuracy` if there are answers."""
         self._count()
-        sizes = torch.tensor(self._sizes, dtype=torch.float64)
+        self._weigh()
+        weights = torch.tensor(self._weights, dtype=torch.float64)
         losses = torch.stack(self._losses).to("cpu", torch.float64)
-        means = {"loss": (losses @ sizes).item() / sum(self._sizes)}
+        total = weights.sum().item()
+        means = {"loss": (losses.where(weights > 0, 0.0) @ weights).item() / total} if total else {}
         if self._num_answers:
             means["accuracy"] = self._hits / self._num_answers
         return means
@@ -160,6 +163,16 @@ class LateScores:
         if self._outputs:
             self._add(torch.cat(self._outputs), torch.cat(self._targets))
             self._outputs, self._targets, self._kept = [], [], 0
+
+    def _weigh(self) -> None:
+        """Set the weights of the losses: one pass over all targets, not one for each batch."""
+        sizes = self._sizes
+        weights = None if self._class_weights is None else self._class_weights(torch.cat(self._weighed))
+        if weights is not None:
+            rows = weights.reshape(len(weights), -1).sum(1, dtype=torch.float64).cpu()
+            self._weights = [each.sum().item() for each in rows.split(sizes)]
+        else:
+            self._weights = [float(size) for size in sizes]
 
     def _add(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
         assert self._answers is not None

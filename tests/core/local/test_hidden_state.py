@@ -235,6 +235,25 @@ def test_a_module_that_was_trained_is_no_new_one() -> None:
         run(learner, "loop")
 
 
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [(nn.Linear(4, 4), "0.bias"), (nn.BatchNorm1d(4, affine=False), "0.num_batches_tracked")],
+)
+def test_a_part_that_was_trained_is_no_new_one(part: nn.Module, name: str) -> None:
+    learner = Learner(model=lambda: nn.Sequential(part, nn.Linear(4, 3)))
+    update(Trainee(learner), slice(0, 8), "autograd", None)
+    with pytest.raises(ModelError, match=f"returned a Sequential with the same tensor '{name}' again, which was train"):
+        learner.initial()
+
+
+def test_a_part_that_is_never_trained_may_be_shared() -> None:
+    part = nn.Linear(4, 4).requires_grad_(False)
+    learner = Learner(model=lambda: nn.Sequential(part, nn.ReLU(), nn.Linear(4, 3)))
+    first = learner.initial()
+    update(Trainee(learner), slice(0, 8), "autograd", None)
+    assert learner.initial() == first
+
+
 class Noisy:
     """A learner that draws from the generators of the process."""
 

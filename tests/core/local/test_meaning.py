@@ -14,10 +14,14 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
+from fedplat.client_state import ClientState
 from fedplat.errors import ModelError
 from fedplat.job import Selection
 from fedplat.metrics import F1
-from fedplat.pytorch.training import Learner
+from fedplat.pytorch.training import Learner, LocalOptions, LocalTraining, TensorExamples, Trainee, train
+from fedplat.pytorch.training.meaning import CountClasses
+from fedplat.pytorch.vectorized.batched import CohortTrainer, PartExamples
+from fedplat.pytorch.vectorized.trainer import FlatTrainer
 from fedplat.simulation import SimulationOptions, make_job, simulate
 from fedplat.simulation.data import Federation
 from fedplat.simulation.scenario.file import of_records
@@ -172,12 +176,39 @@ def test_a_loss_of_the_owner_does_not_compare_each_with_each(loss: Callable[...,
     assert learner.batch_loss(outputs[:, 0], targets).item() == 0.0
 
 
+COMPARED: list[Callable[[Any, Any], Any]] = [
+    lambda o, t: ((o["y"] - t) ** 2).mean(),
+    lambda o, t: (o["y"].sigmoid() - t).abs().mean(),
+    lambda o, t: (2 * o["y"] + -t.float()).abs().mean(),
+    lambda o, t: ((1 - t) * functional.logsigmoid(-o["y"])).mean(),
+    lambda o, t: functional.pairwise_distance(o["y"], t).mean(),
+    lambda o, t: functional.gaussian_nll_loss(o["y"], t, torch.ones(4, 1)),
+]
+
+
+@pytest.mark.parametrize("loss", COMPARED)
+def test_what_is_computed_from_outputs_is_not_compared_each_with_each(loss: Callable[..., Any]) -> None:
+    outputs, targets = {"y": torch.ones(4, 1).requires_grad_()}, torch.arange(4.0)
+    with pytest.raises(ModelError, match=r"\[4.*\] with targets \[4.*\], each with each"):
+        Learner(model=one_logit, loss=loss).batch_loss(outputs, targets)
+    Learner(model=one_logit, loss=loss).batch_loss(outputs, targets[:, None])
+    wide = {"y": torch.ones(4, 4).requires_grad_()}  # as many columns as examples
+    Learner(model=one_logit, loss=loss).batch_loss(wide, targets)
+
+
 def test_distances_of_pairs_may_compare_each_with_each() -> None:
     def pairs(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         apart = targets[:, None] != targets[None]
         return (apart * (outputs - outputs.T)).mean() + functional.mse_loss(outputs, outputs.detach())
 
     assert Learner(model=one_logit, loss=pairs).batch_loss(torch.ones(4, 1), torch.arange(4)).item() == 0.0
+
+    def all_pairs(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        centers = torch.zeros(4)
+        scores = outputs.sigmoid() * centers + outputs[:, 0].exp().unsqueeze(1) * targets  # each with each is meant
+        return scores.mean() + (targets.float() @ outputs.exp()).mean()
+
+    assert Learner(model=one_logit, loss=all_pairs).batch_loss(torch.zeros(4, 1), torch.zeros(4)).item() == 0.0
 
 
 @pytest.mark.parametrize(
@@ -191,6 +222,60 @@ def test_distances_of_pairs_may_compare_each_with_each() -> None:
 def test_a_sum_is_not_reported_as_a_mean(loss: Callable[..., torch.Tensor]) -> None:
     with pytest.raises(ValueError, match=r"has reduction = '(sum|none)'; expected \"mean\""):
         Learner(model=one_logit, loss=loss)
+
+
+WEIGHTS = torch.tensor([1.0, 5.0, 0.5])
+PADDED = torch.from_numpy(np.where(np.arange(60) < 24, -100, RNG.integers(0, 3, 60)))  # batches of padding alone, too
+ZEROS = torch.from_numpy(np.where(np.arange(60) < 24, 0, RNG.integers(1, 3, 60)))
+
+
+@pytest.mark.parametrize(
+    ("loss", "targets"),
+    [
+        (functional.cross_entropy, PADDED),
+        (nn.CrossEntropyLoss(ignore_index=0), ZEROS),
+        (nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.1), PADDED),
+        (functools.partial(functional.cross_entropy, weight=WEIGHTS, ignore_index=0), ZEROS),
+    ],
+)
+@pytest.mark.parametrize("accuracy", ["auto", "none"])
+def test_a_loss_over_targets_that_count_is_that_of_all_examples_at_once(
+    loss: Callable[..., torch.Tensor], targets: torch.Tensor, accuracy: Any
+) -> None:
+    learner = Learner(model=lambda: nn.Linear(4, 3), loss=loss, accuracy=accuracy)
+    inputs, trainee, model = torch.from_numpy(INPUTS), Trainee(learner), learner.initial()
+    trainee.load(model, ClientState())
+    expected = pytest.approx(loss(trainee.module(inputs), targets).item())
+    examples = TensorExamples(inputs, targets)
+    assert [trainee.evaluate(examples, size).means()["loss"] for size in (1, 6, 7, 60)] == [expected] * 4
+    options = LocalOptions.from_config({"epochs": 1, "batch_size": 6, "learning_rate": 1e-12})
+    parts = PartExamples(inputs, targets, np.arange(60))
+    work = LocalTraining(examples=parts, options=options, seed=1)
+    flat, stacked = FlatTrainer(Trainee(learner), options), CohortTrainer(Trainee(learner), options)
+    assert train(trainee, model.copy(), work)["loss"] == expected
+    assert flat.train(flat.base(model), work)[1]["loss"] == expected
+    assert [each["loss"] for _, each in stacked.train(stacked.base(model), [work, work])] == [expected] * 2
+
+
+def test_padding_alone_has_no_loss() -> None:
+    learner = Learner(model=lambda: nn.Linear(4, 3))
+    examples = TensorExamples(torch.from_numpy(INPUTS), PADDED[:1].expand(60))
+    model = learner.initial()
+    work = LocalTraining(examples=examples, options=LocalOptions.from_config(CONFIG), seed=1)
+    assert "loss" not in train(Trainee(learner), model, work)
+    assert model == learner.initial()
+    before = LocalTraining(
+        examples=examples, options=LocalOptions.from_config({**CONFIG, "measure_before": True}), seed=1
+    )
+    with pytest.raises(ModelError, match="the loss ignores the targets of all examples"):
+        train(Trainee(learner), model, before)
+
+
+def test_small_types_of_classes_are_not_padding() -> None:
+    outputs, targets = torch.eye(200)[[156, 3]], torch.tensor([156, 3], dtype=torch.uint8)
+    counted = CountClasses()(outputs, targets)
+    assert counted is not None
+    assert [int(each) for each in counted] == [2, 2]
 
 
 def test_a_loss_is_one_number_that_depends_on_the_outputs() -> None:
