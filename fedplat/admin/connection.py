@@ -130,12 +130,13 @@ class AdminConnection:
 
     def _unreachable(self, reason: str) -> ServerUnreachableError:
         profile = self._profile
-        if proxies.find(profile.server) is not None:
-            reason = proxies.explain(profile.server, reason)
-        elif problem := handshake.problem(profile.server, ca=profile.ca, insecure=profile.insecure):
-            return ServerUnreachableError(
-                f"cannot connect to the server at {profile.server}: {problem}", reason=problem, is_lasting=True
-            )
+        if proxies.is_direct(profile.server):
+            problem = handshake.problem(profile.server, ca=profile.ca, insecure=profile.insecure)
+            if problem:
+                return ServerUnreachableError(
+                    f"cannot connect to the server at {profile.server}: {problem}", reason=problem, is_lasting=True
+                )
+        reason = proxies.explain(profile.server, reason)
         return ServerUnreachableError(
             f"no fedplat server answers at {profile.server} ({reason}); check that it is running (fedplat-server run)",
             reason=reason,

@@ -30,6 +30,8 @@ HEADERS: Mapping[str, str] = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
 }
+TLS_HEADERS: Mapping[str, str] = {"Strict-Transport-Security": "max-age=31536000"}
+"""Those of a dashboard with TLS: for a year, browsers use plain HTTP for no port of this host."""
 _SAFE_METHODS = frozenset({"GET", "HEAD"})
 
 
@@ -60,7 +62,8 @@ class Guard:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                for name, value in HEADERS.items():
+                added = {**HEADERS, **TLS_HEADERS} if scope["scheme"] == "https" else HEADERS
+                for name, value in added.items():
                     headers[name] = value
                 if "cache-control" not in headers:
                     headers["Cache-Control"] = "no-store"

@@ -29,6 +29,7 @@ from fedplat.config.toml import (
 from fedplat.config.toml_text import write_toml
 from fedplat.errors import JobFileError
 from fedplat.job import checks
+from fedplat.job.copies import describe_copies
 from fedplat.job.sections import Scalar
 from fedplat.job.tables import JobTables
 from fedplat.model import Parameters
@@ -148,7 +149,7 @@ def _read_privacy(stored: Mapping[str, Any]) -> Privacy:
 
 def warnings(spec: JobSpec, model: Parameters | None = None) -> list[str]:
     """Return a warning for each setting that lets one client dominate a job, or does not suit its initial model."""
-    found = [] if model is None else describe_coarse_steps(spec, model)
+    found = [] if model is None else [*describe_coarse_steps(spec, model), *describe_copies(spec, model)]
     updates = spec.updates
     if spec.flower is not None or spec.secure_aggregation is not None or spec.gossip is not None:
         # Its strategy decides what an update may weigh, clients clip and weigh theirs by at most 1, or no one sees one.

@@ -92,8 +92,13 @@ class StatisticsSpec(msgspec.Struct, frozen=True):
     is_spread: bool
 
 
-_STATISTICS = re.compile(r"(?:.*[./])?(?:(?:running|moving)_|batch_stats[./](?:.*[./])?)(mean|var|variance|std)")
-"""The names of running statistics: those of PyTorch, Keras and Flax."""
+_AVERAGED = "running|moving|ema|avg|average"
+_MEANS, _SPREADS = "mean", "var|variance|std"
+_STATISTICS = re.compile(
+    rf"(?:.*[./])?(?:batch_stats[./](?:.*[./])?(?:{_MEANS}|(?P<flax>{_SPREADS}))"
+    rf"|(?:{_AVERAGED})_(?:{_MEANS}|(?P<after>{_SPREADS}))|(?:{_MEANS}|(?P<before>{_SPREADS}))_(?:{_AVERAGED}))"
+)
+"""The names of running statistics: those of PyTorch, Keras and Flax, and of layers that name theirs in another way."""
 
 
 class Schema:
@@ -172,7 +177,7 @@ class Schema:
             if (match := _STATISTICS.fullmatch(tensor.name)) and not tensor.name.startswith(
                 "control/"
             ):  # not SCAFFOLD's
-                found.append(StatisticsSpec(tensor.name, range(start, stop), match[1] != "mean"))
+                found.append(StatisticsSpec(tensor.name, range(start, stop), match.lastgroup is not None))
             start = stop
         return tuple(found)
 

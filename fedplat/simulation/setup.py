@@ -13,6 +13,7 @@ from fedplat.aggregate import LocalAlgorithmOptions
 from fedplat.config.plugins import name_of
 from fedplat.errors import DataError, JobFileError, ModelError
 from fedplat.job import build_rule, calibrate
+from fedplat.job.copies import describe_copies
 from fedplat.job.spec import describe_coarse_steps
 from fedplat.learner import ArrayLearner
 from fedplat.model import Parameters
@@ -157,7 +158,7 @@ def _open_engine(
             raise ModelError(misfit)
     except ModelError as exc:
         raise JobFileError(f"model.initial = {file.job.model.initial!r}: {exc}") from exc
-    for text in describe_coarse_steps(file.job, initial_model):
+    for text in (*describe_coarse_steps(file.job, initial_model), *describe_copies(file.job, initial_model)):
         on_progress(text)
     algorithm: LocalAlgorithmOptions | None = None
     if isinstance(learner, ArrayLearner):

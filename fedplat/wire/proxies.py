@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 _VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
 """The first one that is set counts, as in gRPC; each also in capital letters."""
+_UNUSED = "all_proxy"
+"""A variable that other programs have, and gRPC has not: it is only named in messages."""
 _EXCEPTIONS = ("no_grpc_proxy", "no_proxy")
 _STATUS = re.compile(r"http2 header with status: (\d{3})", re.IGNORECASE)
 _CAUSE = re.compile(
@@ -31,11 +33,23 @@ class Proxy:
 
     def __str__(self) -> str:
         """Return it for a message, without a password."""
-        return f"the proxy {self.url.rpartition('@')[2].removeprefix('http://')} of {self.variable}"
+        scheme, _, place = self.url.partition("://")
+        shown = place.rpartition("@")[2]
+        return f"the proxy {shown if scheme.casefold() == 'http' else f'{scheme}://{shown}'} of {self.variable}"
+
+    @property
+    def problem(self) -> str:
+        """The reason why gRPC does not use it, so that the connection is direct; empty if it does."""
+        if self.variable.casefold() == _UNUSED:
+            return "gRPC does not read that variable"
+        scheme = self.url.partition("://")[0]
+        return "" if scheme.casefold() == "http" else f"gRPC connects through proxies of http:// only, not {scheme}://"
 
 
 def find(server: str, environment: Mapping[str, str] = os.environ) -> Proxy | None:
-    """Return the proxy through which `host:port` is reached; None for a direct connection, as to this machine.
+    """Return the proxy of the environment for `host:port`; None if it has none, as for this machine.
+
+    A proxy with a `problem` is not used.
 
     >>> print(find("fed.example.org:7443", {"HTTPS_PROXY": "http://user:secret@proxy:3128"}))
     the proxy proxy:3128 of HTTPS_PROXY
@@ -44,7 +58,7 @@ def find(server: str, environment: Mapping[str, str] = os.environ) -> Proxy | No
     host = server.rpartition(":")[0].strip("[]").casefold()
     if _is_own(host) or any(_matches(host, _read(name, environment)[1]) for name in _EXCEPTIONS):
         return None
-    for name in _VARIABLES:
+    for name in (*_VARIABLES, _UNUSED):
         variable, url = _read(name, environment)
         if url:
             return Proxy(url if "://" in url else f"http://{url}", variable)
@@ -54,7 +68,15 @@ def find(server: str, environment: Mapping[str, str] = os.environ) -> Proxy | No
 def channel_options(server: str) -> tuple[tuple[str, str | int], ...]:
     """Return the options of a channel to `host:port`: its proxy, or none whatever the environment has."""
     proxy = find(server)
-    return (("grpc.enable_http_proxy", 0),) if proxy is None else (("grpc.http_proxy", proxy.url),)
+    if proxy is None or proxy.problem:
+        return (("grpc.enable_http_proxy", 0),)
+    return (("grpc.http_proxy", proxy.url),)
+
+
+def is_direct(server: str) -> bool:
+    """Return whether `host:port` is reached without a proxy."""
+    proxy = find(server)
+    return proxy is None or bool(proxy.problem)
 
 
 def explain(server: str, reason: str) -> str:
@@ -63,6 +85,11 @@ def explain(server: str, reason: str) -> str:
     if proxy is None:
         return reason
     host = server.rpartition(":")[0]
+    if proxy.problem:
+        return (
+            f"{reason}; {proxy} is not used, because {proxy.problem}: set grpc_proxy=http://HOST:PORT, or add {host} "
+            "to no_proxy"
+        )
     return f"{reason}; the connection goes through {proxy}: check it, or add {host} to no_proxy"
 
 

@@ -61,3 +61,12 @@ def test_every_workflow_pins_its_actions_and_gives_few_permissions(path: Path) -
             assert not may_write or job["if"] in ("github.event_name != 'pull_request'", "github.ref_type == 'tag'")
     assert "EXTRA_INDEX" not in text  # pip takes the highest version of a name from any index
     assert "--extra-index" not in text
+
+
+@pytest.mark.parametrize("folder", ["docs", "docker", ".github", "README.md", "Makefile"])
+def test_packages_come_from_one_index_at_a_time(folder: str) -> None:
+    """With two, pip takes the highest version of a name from either: the owner of one can replace packages."""
+    files = [ROOT / folder] if (ROOT / folder).is_file() else list((ROOT / folder).rglob("*"))
+    texts = [each for each in files if each.suffix in (".md", ".yml", ".sh", "") or "Dockerfile" in each.name]
+    for file in (each for each in texts if each.is_file()):
+        assert "--extra-index-url" not in file.read_text(encoding="utf-8", errors="replace"), file

@@ -125,10 +125,10 @@ class ClientSession:
         identity = self._identity
         if exc.code != "UNAVAILABLE":
             return exc
-        if proxies.find(identity.server) is not None:
+        if not proxies.is_direct(identity.server):
             return ServerUnavailableError(exc.code, proxies.explain(identity.server, exc.text), exc.retry)
         problem = handshake.problem(identity.server, ca=identity.ca) if identity.tls else ""
-        text = problem or proxies.shorten(exc.text)
+        text = problem or proxies.explain(identity.server, exc.text)
         return ServerUnavailableError(exc.code, f"{identity.server}: {text}", exc.retry)
 
     def forget_enrollment(self) -> None:

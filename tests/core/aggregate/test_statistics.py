@@ -119,7 +119,27 @@ def test_a_model_that_is_computed_in_slices() -> None:
     assert found["a.weight"][-1] == found["z.weight"][0] < 0.25
 
 
-@pytest.mark.parametrize("name", ["a.b.running_var", "moving_variance", "batch_stats/BatchNorm_0/var"])
+SPREADS = [
+    *("a.b.running_var", "moving_variance", "batch_stats/BatchNorm_0/var", "n.running_variance", "n.moving_var"),
+    *("n.var_ema", "ema_var", "n.avg_var", "n.running_std", "n.ema_std", "std_avg", "n.average_variance"),
+]
+MEANS = ["a.running_mean", "moving_mean", "batch_stats/n/mean", "n.mean_ema", "ema_mean", "n.avg_mean"]
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_names_of_means(name: str) -> None:
+    schema = Parameters.from_arrays({name: np.zeros(3, np.float32)}).schema
+    assert [(each.name, each.is_spread) for each in schema.statistics] == [(name, False)]
+
+
+@pytest.mark.parametrize(
+    "name", ["ema.weight", "ema", "log_var", "fc_var.weight", "mean.bias", "control/running_var", "ema_scale", "n.var"]
+)
+def test_names_of_weights(name: str) -> None:
+    assert not Parameters.from_arrays({name: np.zeros(3, np.float32)}).schema.statistics
+
+
+@pytest.mark.parametrize("name", SPREADS)
 def test_names_of_variances(name: str) -> None:
     schema = Parameters.from_arrays({"w": np.zeros(2, np.float32), name: np.ones(3, np.float32)}).schema
     assert [(each.name, each.columns, each.is_spread) for each in schema.statistics] == [(name, range(2, 5), True)]

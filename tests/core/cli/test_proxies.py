@@ -66,6 +66,17 @@ def test_a_server_on_this_machine_answers_whatever_proxy_the_environment_has(
         client.status()
 
 
+def test_the_message_names_a_proxy_that_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_own(host: str) -> bool:
+        return not host
+
+    monkeypatch.setattr(proxies, "_is_own", is_own)
+    monkeypatch.setenv("ALL_PROXY", PROXY)
+    with AdminClient(Profile("127.0.0.1:9", insecure=True)) as client, pytest.raises(ServerUnreachableError) as caught:
+        client.status()
+    assert "the proxy proxy.example.org:3128 of ALL_PROXY is not used, because gRPC does not" in str(caught.value)
+
+
 @pytest.mark.parametrize(("host", "names_it"), [("192.0.2.1", True), ("127.0.0.1", False)])
 def test_the_message_names_the_proxy(host: str, names_it: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTPS_PROXY", DEAD)
@@ -73,6 +84,35 @@ def test_the_message_names_the_proxy(host: str, names_it: bool, monkeypatch: pyt
         client.status()
     named = f"the connection goes through the proxy 127.0.0.1:9 of HTTPS_PROXY: check it, or add {host} to no_proxy"
     assert (named in str(caught.value)) == names_it
+
+
+@pytest.mark.parametrize(
+    ("variable", "url", "shown", "problem"),
+    [
+        (
+            "https_proxy",
+            "socks5://me:secret@proxy:1080",
+            "socks5://proxy:1080",
+            "proxies of http:// only, not socks5://",
+        ),
+        ("HTTP_PROXY", "https://proxy:3128", "https://proxy:3128", "proxies of http:// only, not https://"),
+        ("all_proxy", "http://me:secret@proxy:3128", "proxy:3128", "gRPC does not read that variable"),
+        ("ALL_PROXY", "socks5h://proxy:1080", "socks5h://proxy:1080", "gRPC does not read that variable"),
+    ],
+)
+def test_a_proxy_that_grpc_cannot_use_is_named(
+    variable: str, url: str, shown: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setenv(variable, url)
+    assert proxies.channel_options("fed.example.org:7443") == (("grpc.enable_http_proxy", 0),)
+    text = proxies.explain("fed.example.org:7443", "Connection refused")
+    assert text.startswith(f"Connection refused; the proxy {shown} of {variable} is not used, because ")
+    assert text.endswith(f"{problem}: set grpc_proxy=http://HOST:PORT, or add fed.example.org to no_proxy")
+    monkeypatch.setenv("grpc_proxy", DEAD)
+    assert proxies.channel_options("fed.example.org:7443") == (("grpc.http_proxy", DEAD),)
 
 
 @pytest.mark.parametrize(

@@ -40,13 +40,15 @@ async def serving(limits: ConnectionLimits, tls: ssl.SSLContext | None = None) -
 
 
 async def visit(port: int, tls: ssl.SSLContext | None = None) -> bytes:
-    """The status line of the page to sign in."""
+    """The status line of the page to sign in. Only with TLS, browsers are told to use it in future."""
     reader, writer = await asyncio.open_connection(
         "127.0.0.1", port, ssl=tls, server_hostname="localhost" if tls else None
     )
     with contextlib.closing(writer):
         writer.write(REQUEST)
-        return (await asyncio.wait_for(reader.read(), PATIENCE_S)).partition(b"\r\n")[0]
+        head = (await asyncio.wait_for(reader.read(), PATIENCE_S)).partition(b"\r\n\r\n")[0]
+    assert (b"strict-transport-security: max-age=31536000" in head.split(b"\r\n")) == (tls is not None)
+    return head.partition(b"\r\n")[0]
 
 
 @contextlib.asynccontextmanager

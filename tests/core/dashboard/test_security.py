@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from fedplat.dashboard import routes, sessions
 from fedplat.dashboard.app import COOKIE, Dashboard
-from fedplat.dashboard.guard import HEADERS, MAX_BODY_BYTES
+from fedplat.dashboard.guard import HEADERS, MAX_BODY_BYTES, TLS_HEADERS
 from fedplat.dashboard.source import PageSource
 from fedplat_server.rpc import operator_access
 from support.dashboard.fake_server import CLIENT_ID, ENROLLMENT_ID, JOB_ID, FakeServer, away, refused
@@ -131,7 +131,8 @@ async def test_a_known_host_may_have_any_port_and_case(visitor: Visitor) -> None
 @pytest.mark.parametrize("path", ["/", "/login", "/jobs/none", "/nothing", f"/jobs/{JOB_ID}"])
 async def test_the_headers_are_strict(visitor: Visitor, path: str) -> None:
     response = await visitor.get(path)
-    assert {name: response.headers.get(name) for name in HEADERS} == dict(HEADERS)
+    expected = {**HEADERS, **TLS_HEADERS}
+    assert {name: response.headers.get(name) for name in expected} == expected
     assert response.headers["cache-control"] == "no-store"
     assert "unsafe" not in response.headers["content-security-policy"]
     assert "server" not in response.headers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -124,4 +125,66 @@ def test_a_target_like_na_is_named_in_the_error(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("x,y\n1,SA\n2,NA\n")
     source = sources.Csv(path="a.csv", inputs="x", targets="y", test_fraction=0.0)
     with pytest.raises(DataError, match=r"row 2: 'NA' in column 'y' stands for a missing value; .* classes = \["):
+        federation(source, ALL, folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "problem"),
+    [
+        (["007 7"], r"a.csv, row 2: '7' in column 'y' would be the same class as '007'; name all classes"),
+        (["8 7", "1 007"], r"b.csv, row 2: '007' in column 'y' would be the same class as '7'"),
+        (["7.0 8", "1 07"], r"b.csv, row 2: '07' in column 'y' would be the same class as '7.0'"),
+        (["16 0x10"], r"row 1: '16' in column 'y' would be the same class as '0x10'"),
+        (["1 12345678901234567890"], r"row 2: '12345678901234567890' in column 'y' is no whole number of 64 bits"),
+        (["1 2", "1 9223372036854775808"], r"b.csv, row 2: '9223372036854775808' in column 'y' is no whole number"),
+    ],
+)
+@pytest.mark.parametrize("is_test", [False, True])
+def test_targets_that_would_become_one_are_refused(
+    files: list[str], problem: str, is_test: bool, tmp_path: Path
+) -> None:
+    for name, written in zip("ab", [*files, "1 2"], strict=False):
+        (tmp_path / f"{name}.csv").write_text("x,y\n" + "".join(f"1,{each}\n" for each in written.split()))
+    source = sources.Csv(
+        path="a.csv" if is_test else "*.csv", test_path="b.csv" * is_test, inputs="x", targets="y", test_fraction=0.0
+    )
+    with pytest.raises(DataError, match=problem):
+        federation(source, ALL, folder=tmp_path)
+
+
+@pytest.mark.parametrize("written", ["00 01 02", "1e19 1.5", "1.0 1 01.5", "false False", "-1 +2"])
+def test_targets_that_keep_their_differences_are_numbers(written: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x,y\n" + "".join(f"1,{each}\n" for each in written.split()))
+    source = sources.Csv(path="a.csv", inputs="x", targets="y", test_fraction=0.0)
+    assert not federation(source, ALL, folder=tmp_path).classes
+
+
+@pytest.mark.parametrize("number", [2**24 + 1, -(2**24) - 1, 2**53 + 1, 12345678901234567890])
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_whole_inputs_that_float32_would_round_are_refused(number: int, suffix: str, tmp_path: Path) -> None:
+    if suffix == "csv":
+        (tmp_path / "a.csv").write_text(f"x,z,y\n1,1,0\n{number},1,0\n")
+    else:
+        kind_of = np.uint64 if number > 2**63 else np.int64
+        write_parquet(tmp_path / "a.parquet", ["x", "z", "y"], [[kind_of(each), 1.0, 0] for each in (1, number)])
+    kind = sources.Csv if suffix == "csv" else sources.Parquet
+    options: dict[str, Any] = {"path": f"a.{suffix}", "inputs": ["x", "z"], "targets": "y", "test_fraction": 0.0}
+    with pytest.raises(
+        DataError, match=rf"a.{suffix}, row 2: {number} in column 'x' would be rounded to float32; .*int64"
+    ):
+        federation(kind(**options), ALL, folder=tmp_path)
+    assert federation(kind(**options, dtype="float32"), ALL, folder=tmp_path).inputs.dtype == np.float32
+
+
+def test_inputs_that_float32_holds_need_no_dtype(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(f"x,z,y\n{2**24},1e20,0\n{2**30},1.5,0\n")
+    source = sources.Csv(path="a.csv", inputs=["x", "z"], targets="y", test_fraction=0.0)
+    found = federation(source, ALL, folder=tmp_path).inputs
+    assert found[:, 0].tolist() == [2**24, 2**30]
+
+
+def test_a_target_of_parquet_beyond_int64_is_refused(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", ["x", "y"], [[1, np.uint64(2**63 + 1)], [1, np.uint64(3)]])
+    source = sources.Parquet(path="a.parquet", inputs="x", targets="y", test_fraction=0.0)
+    with pytest.raises(DataError, match=r"a.parquet, row 1: .*9223372036854775809"):
         federation(source, ALL, folder=tmp_path)

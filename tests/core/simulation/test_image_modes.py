@@ -123,16 +123,42 @@ def test_images_that_would_be_left_out_are_refused(tmp_path: Path) -> None:
     pixels = np.arange(20, dtype=np.uint8).reshape(4, 5)
     save(tmp_path / "images/dog/x.png", pixels)
     save(tmp_path / "images/dog/.thumbnails/x.png", pixels)
-    (tmp_path / "images/readme.png").touch()
+    for name in ("README", "labels.JSON", "dog/x.txt", "dog/Thumbs.db", "dog/.DS_Store", "dog/desktop.ini"):
+        (tmp_path / "images" / name).touch()
     assert len(load_all(tmp_path)) == 1
-    other = tmp_path / "images/cat/x.heic"
+    other = tmp_path / "images/cat/x.txt"
     other.parent.mkdir()
     other.touch()
-    with pytest.raises(DataError, match=r"cat has no images, but x.heic"):
+    with pytest.raises(DataError, match=r"cat has no images, but x.txt"):
         load_all(tmp_path)
     other.unlink()
     save(tmp_path / "images/dog/more/y.png", pixels)
-    with pytest.raises(DataError, match=r"more/y.png is an image in a deeper folder; expected CLASS/FILE"):
+    with pytest.raises(DataError, match=r"more/y.png is an image in another folder; expected CLASS/FILE"):
+        load_all(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["dog/x.jp2", "dog/x.npy", "dog/x.heic", "dog/x", "cat/x.jp2", "x.jp2", "dog/a/x.jp2"])
+@pytest.mark.parametrize("is_owned", [False, True])
+def test_a_file_that_is_no_image_is_refused(name: str, is_owned: bool, tmp_path: Path) -> None:
+    folder = tmp_path / ("images/zoe" if is_owned else "images")
+    save(folder / "dog/x.png", np.arange(20, dtype=np.uint8).reshape(4, 5))
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).touch()
+    with pytest.raises(
+        DataError, match=rf"images/.*{name} would be left out, .* convert it, correct its name, or move"
+    ):
+        load_all(tmp_path, owners=is_owned)
+
+
+def test_an_image_above_the_folders_of_classes_and_a_broken_link_are_refused(tmp_path: Path) -> None:
+    pixels = np.arange(20, dtype=np.uint8).reshape(4, 5)
+    save(tmp_path / "images/dog/x.png", pixels)
+    save(tmp_path / "images/y.png", pixels)
+    with pytest.raises(DataError, match=r"images/y.png is an image in another folder; expected CLASS/FILE: move it"):
+        load_all(tmp_path)
+    (tmp_path / "images/y.png").rename(tmp_path / "y.png")
+    (tmp_path / "images/dog/z.png").symlink_to(tmp_path / "absent.png")
+    with pytest.raises(DataError, match=r"z.png would be left out"):
         load_all(tmp_path)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from fedplat.errors import DataError
 from fedplat.simulation.data.federation import Array
-from fedplat.simulation.data.sources.common import FILL_IN, Row, Split, as_inputs
+from fedplat.simulation.data.sources.common import FILL_IN, InputType, Row, Split, as_inputs
 
 Names = str | list[str]
 """One column, or several; a name may have the wildcards *, ? and [...]."""
@@ -74,20 +74,22 @@ def listing(names: Sequence[str]) -> str:
 
 
 def split_of(
-    table: Any, columns: ColumnNames, row: Row, written: Any | None = None, *, are_whole: bool = False
+    table: Any, columns: ColumnNames, row: Row, written: Any | None = None, *, dtype: InputType = "auto"
 ) -> Split:
     """Return inputs, targets and other columns of a table.
 
-    A single column of lists has its own shape; columns of numbers are stacked to float32 [n, columns], or int64 if they
-    `are_whole`, since float32 has no room for an id or a token above 16,777,216. Several targets
-    are float32 [n, targets]; a single one is [n], of the type in the table. Other columns are those of `written`, a
-    table of texts, if it has them.
+    A single column of lists has its own shape; columns of numbers are stacked to float32 [n, columns], or int64 [n,
+    columns] with that `dtype`, since float32 has no room for an id or a token above 16,777,216: with "auto" whole
+    numbers have to be exact. Several targets are float32 [n, targets]; a single one is [n], of the type in the table.
+    Other columns are those of `written`, a table of texts, if it has them.
     """
     names = as_list(columns.inputs)
     if len(names) == 1 and _is_list(table.column(names[0]).type):
         inputs = numbers(table.column(names[0]), row, names[0])
     else:
-        inputs = (_stack_whole if are_whole else _stack)(table, names, row)
+        if dtype == "auto":
+            _require_exact(table, names, row)
+        inputs = (_stack_whole if dtype == "int64" else _stack)(table, names, row)
     if isinstance(columns.targets, str):
         targets = values(table.column(columns.targets), row, columns.targets)
     else:
@@ -157,6 +159,29 @@ def _stack_whole(table: Any, names: Sequence[str], row: Row) -> Array:
             _require_finite(found, row, name)
         parts.append(as_inputs(found, dtype="int64", row=row))
     return np.stack(parts, axis=1)
+
+
+def _require_exact(table: Any, names: Sequence[str], row: Row) -> None:
+    """Raise `DataError` for the first whole number that float32 rounds: an id would become another one."""
+    import pyarrow as pa
+
+    for name in names:
+        column = table.column(name)
+        if column.null_count or not pa.types.is_integer(column.type):
+            continue
+        whole = column.to_numpy()
+        with np.errstate(invalid="ignore"):  # what is rounded up to no number of this type differs, too
+            wrong = np.flatnonzero(whole.astype(np.float32).astype(whole.dtype) != whole)
+        if len(wrong):
+            raise DataError(f"{row(int(wrong[0]))}: {describe_rounding(whole[wrong[0]], name)}")
+
+
+def describe_rounding(number: object, name: str) -> str:
+    """Return what to do about a whole number in a column of inputs that float32 cannot hold."""
+    return (
+        f"{number} in column {name!r} would be rounded to float32; expected whole numbers that it holds exactly: use "
+        'dtype = "int64" for ids and tokens, or dtype = "float32" for quantities that may be rounded'
+    )
 
 
 def _stack(table: Any, names: Sequence[str], row: Row) -> Array:

@@ -166,9 +166,12 @@ def class_names(targets: Array, named: Sequence[str]) -> tuple[str, ...]:
 def encode(split: Split, names: Sequence[str]) -> Array:
     """Return the targets as int64 positions in `names`; without names, whole numbers as int64 and others unchanged.
 
-    Raises `DataError` if a target is not one of the names.
+    Raises `DataError` if a target is not one of the names, or has no room in 64 bits.
     """
     if not names:
+        if split.targets.dtype == np.uint64 and len(wrong := np.argwhere(split.targets > np.uint64(2**63 - 1))):
+            value = split.targets[tuple(wrong[0])]
+            raise DataError(f"{split.row(int(wrong[0][0]))}: the target {value} has more than 63 bits; expected a text")
         return as_whole(split.targets)
     order = np.argsort(names)
     in_order, texts = np.array(names)[order], split.targets.astype(np.str_)

@@ -122,7 +122,7 @@ class HuggingFace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
         row, names = rows_of(where), arrow.as_list(columns.inputs)
         if not isinstance(split.features[names[0]], datasets.Image):
             table = split.select_columns(columns.names).with_format("arrow")[:]
-            found = arrow.split_of(table, columns, row, are_whole=self.dtype == "int64")
+            found = arrow.split_of(table, columns, row, dtype=self.dtype)
             _require_labels(found, bool(_class_names(split, self.targets)))
             inputs = as_inputs(found.inputs, self.scale, self.dtype, row)
             return dataclasses.replace(found, inputs=inputs, targets=as_column(found.targets))

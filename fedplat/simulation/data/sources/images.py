@@ -27,6 +27,13 @@ from fedplat.simulation.data.sources.common import (
 SUFFIXES = frozenset(
     {".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 )
+_COMPANIONS = frozenset(
+    {".aae", ".csv", ".htm", ".html", ".ini", ".json", ".jsonl", ".md", ".py", ".rst", ".toml", ".tsv", ".txt", ".xml"}
+    | {".xmp", ".yaml", ".yml"}
+)
+"""The suffixes of texts beside images: captions, annotations, licences, edits of a photo."""
+_COMPANION_NAMES = frozenset({"thumbs.db", "ehthumbs.db", "readme", "license", "licence", "makefile", "icon\r"})
+"""Files of other names beside images, in small letters, such as those that an operating system creates."""
 _GRAY = frozenset({"1", "L", "LA", "La", "I", "F"})
 """Pillow's modes of gray images, besides those of 16 bits ("I;16" and others)."""
 _EIGHT_BITS, _SIXTEEN_BITS, _FLOATS = 255.0, 65535.0, 1.0
@@ -45,8 +52,9 @@ class Images(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     are converted to `channels` (1: gray, 3: RGB, 0: those of the first image), and to `size`, [height, width], if it is
     set. They are turned as their EXIF tag states. `test_path` is a folder of the same form; without it, `test_fraction`
     of the examples are held out. `scale` "unit" divides pixels by the largest of their format: 255, or 65,535 with 16
-    bits; floats have to be in [0, 1]. Images with transparent pixels need a `background`. Hidden files and folders are
-    left out.
+    bits; floats have to be in [0, 1]. Images with transparent pixels need a `background`. Left out are hidden files and
+    folders, and what often lies beside images: texts such as .txt, .json or README, and Thumbs.db. All other files,
+    and images elsewhere in `path`, are errors.
     """
 
     path: str
@@ -65,32 +73,53 @@ class Images(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
         return make_dataset(train, test, (), place, self.test_fraction)
 
     def _split(self, folder: Path) -> Split:
-        found = sorted(folder.glob("*/*/*" if self.owners else "*/*"))
-        found = [file for file in found if not any(map(is_hidden, file.relative_to(folder).parts))]
-        files = [file for file in found if file.suffix.lower() in SUFFIXES and file.is_file()]
+        found, others = _list(folder, 3 if self.owners else 2)
+        files = [file for file in found if _is_image(file) and file.is_file()]
         form = "OWNER/CLASS/FILE" if self.owners else "CLASS/FILE"
         if not files:
             raise DataError(f"{folder} has no images; expected {form} with a suffix such as .png or .jpg")
-        _refuse_others(found, files, form)
+        _refuse_others(sorted({*found, *others} - set(files)), files, form)
         pixels = decode(files, len(files), lambda index: str(files[index]), self)
         targets = np.array([file.parent.name for file in files])
         owners = number_owners(np.array([file.parent.parent.name for file in files])) if self.owners else None
         return Split(pixels, targets, lambda index: str(files[index]), owners=owners)
 
 
-def _refuse_others(found: Sequence[Path], files: Sequence[Path], form: str) -> None:
-    """Raise `DataError` for images in deeper folders, and for folders without images: a class would be missing."""
-    for folder in (each for each in found if each.is_dir()):
-        below = (file for file in folder.rglob("*") if not any(map(is_hidden, file.relative_to(folder).parts)))
-        if deeper := next((file for file in below if file.suffix.lower() in SUFFIXES), None):
-            raise DataError(f"{deeper} is an image in a deeper folder; expected {form}")
-    without = {file.parent for file in found} - {file.parent for file in files}
-    if without:
-        other = next(file for file in found if file.parent == min(without))
-        raise DataError(
-            f"{other.parent} has no images, but {other.name}; expected images with a suffix such as .png or .jpg, or "
-            "no such folder"
-        )
+def _list(folder: Path, depth: int) -> tuple[list[Path], list[Path]]:
+    """Return what is at the depth of images, sorted, and the files above and below it; hidden names are left out."""
+
+    def visible(place: Path, pattern: str) -> list[Path]:
+        found = place.glob(pattern)
+        return sorted(file for file in found if not any(map(is_hidden, file.relative_to(folder).parts)))
+
+    found = visible(folder, "/".join("*" * depth))
+    above = [file for level in range(1, depth) for file in visible(folder, "/".join("*" * level))]
+    below = [file for each in found if each.is_dir() for file in visible(each, "**/*")]
+    return found, [file for file in (*above, *below) if not file.is_dir()]
+
+
+def _is_image(file: Path) -> bool:
+    return file.suffix.lower() in SUFFIXES
+
+
+def _refuse_others(others: Sequence[Path], files: Sequence[Path], form: str) -> None:
+    """Raise `DataError` for files that are not read and no companions, and for folders of classes without images."""
+    for file in (each for each in others if not each.is_dir()):
+        if _is_image(file) and file.is_file():
+            raise DataError(f"{file} is an image in another folder; expected {form}: move it, or remove it")
+        if file.suffix.lower() not in _COMPANIONS and file.name.casefold() not in _COMPANION_NAMES:
+            raise DataError(
+                f"{file} would be left out, since it is no file with the suffix of an image; expected only images such "
+                "as .png or .jpg, and texts beside them: convert it, correct its name, or move it elsewhere"
+            )
+    with_images = {file.parent for file in files}
+    depth = len(files[0].parents)
+    for other in others:
+        if len(other.parents) == depth and other.parent not in with_images:
+            raise DataError(
+                f"{other.parent} has no images, but {other.name}; expected images with a suffix such as .png or .jpg, "
+                "or no such folder"
+            )
 
 
 class ImageOptions(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import glob
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,6 +35,11 @@ from fedplat.simulation.data.sources.common import (
     rows_of_files,
 )
 
+_LARGEST = 2.0**63
+"""The first float above the numbers of int64."""
+_WHOLE = re.compile(r"[+-]?\d+")
+_PADDED = re.compile(r"[+-]?0[0-9xX]")
+"""Whole numbers, and those that are written as codes are: 007, 0x1F."""
 FILE = "file"
 """The column with the name of the file that has the example, unless the table has such a column: see `name_files`."""
 
@@ -174,6 +180,8 @@ def load(options: TableOptions, format_: TableFormat, place: SourcePaths) -> Dat
         without = dataclasses.replace(columns, others=())
         tests = [_read(format_, file, without, options) for file in files]
     _unify_targets([*parts, *tests], columns.targets)
+    if not options.classes:
+        _refuse_lost_differences([*parts, *tests], columns.targets)
     train, test = _merge(options, parts), _merge(options, tests) if tests else None
     return make_dataset(train, test, options.classes, place, options.test_fraction)
 
@@ -231,6 +239,8 @@ def _read(format_: TableFormat, file: Path, columns: ColumnNames, options: Table
     if len(table) == 0:
         raise DataError(f"{file} has no rows; expected at least one example")
     row, texts = rows_of(file), None
+    if options.dtype == "auto":
+        _refuse_long_inputs(format_, file, table, arrow.as_list(columns.inputs))
     if FILE in columns.others and FILE not in table.column_names:
         table = table.append_column(FILE, pa.DictionaryArray.from_arrays(np.zeros(len(table), np.int8), [file_name]))
     if written is not None and target:
@@ -238,7 +248,7 @@ def _read(format_: TableFormat, file: Path, columns: ColumnNames, options: Table
         if options.classes and set(texts.unique().to_pylist()) <= set(options.classes):
             table = table.set_column(table.column_names.index(target[0]), target[0], texts)
         _refuse_missing(table.column(target[0]), texts, row, target[0])
-    split = arrow.split_of(table, columns, row, written, are_whole=options.dtype == "int64")
+    split = arrow.split_of(table, columns, row, written, dtype=options.dtype)
     return _Part(file, split, None if texts is None or texts.null_count else arrow.values(texts, row, target[0]))
 
 
@@ -281,8 +291,51 @@ def _unify_targets(parts: Sequence[_Part], column: Names) -> None:
         part.split = dataclasses.replace(part.split, targets=targets)
 
 
+def _refuse_lost_differences(parts: Sequence[_Part], column: Names) -> None:
+    """Raise `DataError` for targets that differ as they are written, and would be one class or number: 007 and 7."""
+    if not isinstance(column, str) or parts[0].split.targets.dtype.kind == "U":
+        return
+    first: dict[float, str] = {}
+    for part in parts:
+        targets = part.split.targets
+        if part.texts is None or (targets.dtype.kind == "f" and np.abs(targets).max() < _LARGEST):
+            continue  # the file has types, or these are quantities
+        texts, rows = np.unique(part.texts, return_index=True)
+        for text, row in zip((text.strip() for text in texts.tolist()), rows.tolist(), strict=True):
+            where = f"{part.split.row(row)}: {text!r} in column {column!r}"
+            if _WHOLE.fullmatch(text) and not -_LARGEST <= int(text) < _LARGEST:
+                raise DataError(
+                    f"{where} is no whole number of 64 bits, and would be rounded; name all classes: classes = [...], "
+                    "or write a quantity with a decimal point or an exponent"
+                )
+            known = first.setdefault(int(targets[row]), text) if targets.dtype.kind == "i" else text
+            if known != text and (_PADDED.match(known) or _PADDED.match(text)):
+                raise DataError(
+                    f"{where} would be the same class as {known!r}; name all classes, which are texts then: "
+                    "classes = [...], or write equal ones in the same way"
+                )
+
+
+def _refuse_long_inputs(format_: TableFormat, file: Path, table: Any, names: Sequence[str]) -> None:
+    """Raise `DataError` for a whole number of more than 64 bits, which is a fraction to a file without types."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    kinds = {name: table.column(name).type for name in names}
+    floats = [name for name, kind in kinds.items() if pa.types.is_floating(kind)]
+    bounds = {name: pc.call_function("min_max", [table.column(name)]).as_py() for name in floats}
+    large = [name for name, found in bounds.items() if any(abs(each or 0.0) >= _LARGEST for each in found.values())]
+    written = format_.read_texts(file, large) if large else None
+    if written is None:
+        return
+    for name in large:
+        for index, text in enumerate(written.column(name).to_pylist()):
+            if _WHOLE.fullmatch((text or "").strip()) and not -_LARGEST <= int(text) < _LARGEST:
+                raise DataError(f"{rows_of(file)(index)}: {arrow.describe_rounding(text, name)}")
+
+
 def _is_whole(values: Array) -> bool:
-    return values.dtype.kind != "f" or bool((np.floor(values) == values).all())
+    return values.dtype.kind != "f" or bool(((np.floor(values) == values) & (np.abs(values) < _LARGEST)).all())
 
 
 def _merge(options: TableOptions, parts: Sequence[_Part]) -> Split:
