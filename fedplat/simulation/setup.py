@@ -161,6 +161,8 @@ def _open_engine(
         on_progress(text)
     algorithm: LocalAlgorithmOptions | None = None
     if isinstance(learner, ArrayLearner):
+        if getattr(learner, "sums", False):
+            feasible.check_sums(file.job)
         task = ClientTraining(data, learner, file.job.config, file.simulation.seed)
     else:
         from fedplat.pytorch.training import LocalOptions

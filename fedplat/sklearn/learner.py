@@ -30,6 +30,7 @@ class _Supported(NamedTuple):
     refused: Mapping[str, str] = {}
     """Options that would have no meaning, and why."""
     needs_total: bool = False
+    sums: bool = False
 
 
 _STATE = {"random_state": "the seed of the simulation or of the trainer takes its place"}
@@ -48,13 +49,15 @@ ESTIMATORS: Mapping[str, _Supported] = {
     "sklearn.linear_model:LogisticRegression": _Supported(
         LogisticFit(), True, {**_STATE, "max_iter": "config.epochs takes its place", "warm_start": _STEPS["warm_start"]}
     ),
-    "sklearn.linear_model:LinearRegression": _Supported(LeastSquaresFit(), False, _ONE_PASS),
-    "sklearn.linear_model:Ridge": _Supported(LeastSquaresFit(), False, {**_STATE, **_ONE_PASS}, needs_total=True),
+    "sklearn.linear_model:LinearRegression": _Supported(LeastSquaresFit(), False, _ONE_PASS, sums=True),
+    "sklearn.linear_model:Ridge": _Supported(
+        LeastSquaresFit(), False, {**_STATE, **_ONE_PASS}, needs_total=True, sums=True
+    ),
     "sklearn.neural_network:MLPClassifier": _Supported(PerceptronFit(), True, _BATCHES),
     "sklearn.neural_network:MLPRegressor": _Supported(PerceptronFit(), False, _BATCHES),
-    "sklearn.naive_bayes:GaussianNB": _Supported(GaussianFit(), True),
-    "sklearn.naive_bayes:MultinomialNB": _Supported(CountsFit(), True, needs_total=True),
-    "sklearn.naive_bayes:BernoulliNB": _Supported(CountsFit(), True, needs_total=True),
+    "sklearn.naive_bayes:GaussianNB": _Supported(GaussianFit(), True, sums=True),
+    "sklearn.naive_bayes:MultinomialNB": _Supported(CountsFit(), True, needs_total=True, sums=True),
+    "sklearn.naive_bayes:BernoulliNB": _Supported(CountsFit(), True, needs_total=True, sums=True),
 }
 """The estimators that can be trained, by reference."""
 
@@ -136,6 +139,12 @@ class SklearnLearner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
     def restore(self, parameters: Parameters) -> Any:
         """Return a fitted estimator of scikit-learn with the values of a model. Raises `ModelError`."""
         return self._supported.fit.restore(self._problem(), self._arrays(parameters))
+
+    @property
+    def sums(self) -> bool:
+        """True if the model is a sum over examples, of which a job may only compute the mean."""
+        found = ESTIMATORS.get(self.estimator)
+        return found is not None and found.sums
 
     @property
     def _supported(self) -> _Supported:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from fedplat import aggregate
+from fedplat.codecs import Plain
 from fedplat.config import label_expressions
+from fedplat.config.plugins import name_of
 from fedplat.config.toml import format_value
 from fedplat.errors import JobFileError
 from fedplat.job import JobSpec
+from fedplat.job.privacy import build_release
 from fedplat.rounds.protocols.base import find_training
 from fedplat.simulation.clients import Fleet, build_fleet
 from fedplat.simulation.clients.availability import Always
@@ -44,12 +48,39 @@ def check_feasible(spec: JobSpec, fleet: Fleet) -> str:
     )
 
 
+def check_sums(spec: JobSpec) -> None:
+    """Raise `JobFileError` for a job whose model is a sum over examples, and which computes more than its mean.
+
+    A learner states it by `sums = True`. Such a model has measurements, as running statistics are, and no weights:
+    after a step of a server optimizer it has the sums of no data.
+    """
+    rule, reason = spec.aggregation, "the model is a sum over the examples of all clients"
+    name, rate = name_of(rule), getattr(rule, "learning_rate", 1.0)
+    is_mean = isinstance(rule, aggregate.FedAvg | aggregate.FedNova)
+    if name in aggregate.RULES and not (is_mean and rate == 1.0):
+        given = f"learning_rate = {rate:g}" if is_mean else f'rule = "{name}"'
+        raise JobFileError(
+            f'aggregation.{given}: {reason}, so a step is no model; expected the rule "fedavg" with learning_rate = 1'
+        )
+    if build_release(spec) is not None:
+        raise JobFileError(f"privacy: {reason}, which noise would make useless; expected none, or another estimator")
+    for key in ("uplink", "downlink"):
+        codec = getattr(spec.compression, key)
+        if codec is not None and not isinstance(codec, Plain):
+            raise JobFileError(
+                f'compression.{key}: {reason}, which the codec "{name_of(codec)}" would round; expected '
+                'none, or { codec = "none", zstd = true }'
+            )
+
+
 def check_file(file: SimulationFile) -> str:
     """Check the job of a simulation file as `check` does, if the file alone gives the number of clients.
 
     Raises `JobFileError`.
     """
     options = file.simulation
+    if getattr(options.model, "sums", False):
+        check_sums(file.job)
     num_clients: int = getattr(options.partition, "clients", 0)
     if TABLE not in file.raw or not 0 < (num_clients or options.fleet.num_clients) <= MAX_DRAWN:
         return ""

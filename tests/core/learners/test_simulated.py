@@ -14,8 +14,10 @@ from fedplat.errors import EngineError, FedplatError, JobFileError, UserCodeErro
 from fedplat.model import Parameters
 from fedplat.simulation.api import simulate
 from fedplat.simulation.data import Federation
+from fedplat.simulation.scenario.feasible import check_file, check_sums
 from fedplat.simulation.scenario.file import SimulationFile, parse
 from fedplat.simulation.scenario.options import ModelOptions
+from fedplat.sklearn.learner import ESTIMATORS
 from support.learners import Centroids, read_page
 
 RNG = np.random.default_rng(1)
@@ -114,6 +116,62 @@ def test_an_object_is_a_learner(tmp_path: Path) -> None:
     np.testing.assert_allclose(run.model["sums"] / run.model["counts"][:, None], means, atol=1e-5)
     assert run.summary.best is not None
     assert run.summary.best.value > 0.5
+
+
+SUMS = [name for name, each in ESTIMATORS.items() if each.fit.__class__.__module__ == "fedplat.sklearn.statistics"]
+"""The estimators whose models are sums over examples."""
+PRIVATE = """
+[privacy]
+participation = "poisson"
+noise_multiplier = 1.0
+delta = 1e-5
+[updates]
+weighting = "uniform"
+clip_norm = 1.0
+"""
+WRONG_FOR_SUMS = {
+    '[aggregation]\nrule = "fedadam"\n': r'aggregation.rule = "fedadam": .*expected the rule "fedavg"',
+    '[aggregation]\nrule = "fedavgm"\n': 'aggregation.rule = "fedavgm": the model is a sum',
+    '[aggregation]\nrule = "fedavg"\nlearning_rate = 0.5\n': "aggregation.learning_rate = 0.5: the model is a sum",
+    '[compression]\nuplink = { codec = "quantize" }\n': 'compression.uplink: .*the codec "quantize" would round',
+    '[compression]\ndownlink = { codec = "bf16" }\n': 'compression.downlink: .*the codec "bf16" would round',
+    PRIVATE: "privacy: .*which noise would make useless",
+}
+
+
+def table_of(estimator: str) -> str:
+    more = "" if "Regression" in estimator or "Ridge" in estimator else "classes = 3\n"
+    return f"{REGRESSION.replace('sklearn.linear_model:SGDRegressor', estimator)}{more}total_examples = 60\n"
+
+
+@pytest.mark.parametrize("wrong", WRONG_FOR_SUMS)
+def test_a_model_that_is_a_sum_takes_only_a_mean(tmp_path: Path, wrong: str) -> None:
+    job = JOB
+    if wrong == PRIVATE:
+        sampling = 'close = "deadline"\nsampling = { policy = "poisson", rate = 0.5 }\nwait_for = 3\n'
+        job = JOB.replace("over_selection = 1.0\n", sampling)
+    for estimator in SUMS:
+        file = parse(job + wrong + table_of(estimator), tmp_path)
+        with pytest.raises(JobFileError, match=WRONG_FOR_SUMS[wrong]):
+            check_file(file)
+    with pytest.raises(JobFileError, match=WRONG_FOR_SUMS[wrong]):
+        check_sums(parse(job + wrong, tmp_path).job)
+    check_file(parse(job + wrong + SGD, tmp_path))
+
+
+@pytest.mark.parametrize("rule", ["fedadam", "fedavg", "fednova"])
+def test_least_squares_are_refused_or_right(tmp_path: Path, rule: str) -> None:
+    write_start(tmp_path, products=(5, 5), moments=(5,))
+    file = read(tmp_path, f'[aggregation]\nrule = "{rule}"\n{table_of("sklearn.linear_model:LinearRegression")}')
+    if rule == "fedadam":
+        with pytest.raises(JobFileError, match=r'aggregation.rule = "fedadam": the model is a sum'):
+            simulate(file, data=federation())
+        return
+    found = simulate(file, data=federation()).model
+    assert found is not None
+    inputs = np.column_stack([INPUTS[:60], np.ones(60)])
+    np.testing.assert_allclose(found["products"], inputs.T @ inputs / 60, atol=1e-5)
+    np.testing.assert_allclose(found["moments"], inputs.T @ LABELS[:60] / 60, atol=1e-5)
 
 
 def fail(*arguments: object) -> Any:
