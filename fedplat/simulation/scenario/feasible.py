@@ -11,6 +11,7 @@ from fedplat.config.plugins import name_of
 from fedplat.config.toml import format_value
 from fedplat.errors import JobFileError
 from fedplat.job import JobSpec
+from fedplat.job.privacy import build_release
 from fedplat.rounds.protocols.base import find_training
 from fedplat.simulation.clients import Fleet, build_fleet
 from fedplat.simulation.clients.availability import Always
@@ -61,7 +62,7 @@ def check_sums(spec: JobSpec) -> None:
         raise JobFileError(
             f'aggregation.{given}: {reason}, so a step is no model; expected the rule "fedavg" with learning_rate = 1'
         )
-    if spec.privacy is not None:
+    if build_release(spec) is not None:
         raise JobFileError(f"privacy: {reason}, which noise would make useless; expected none, or another estimator")
     for key in ("uplink", "downlink"):
         codec = getattr(spec.compression, key)
