@@ -10,6 +10,7 @@ import copy
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -17,6 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+
+from fedplat.pytorch.training.generators import Generator, find_generators, read_state, set_state
 
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 """The attributes that PyTorch's base class manages: parameters, buffers, hooks and the like."""
@@ -38,7 +41,9 @@ class _Entry:
 class HiddenState:
     """The state of a module, and of a loss that is an object, as it is now; `restore` returns to it.
 
-    What has no copy, such as an open file, stays as it is.
+    Generators of random numbers are also found in functions and classes: in closures, defaults, arguments of a
+    `functools.partial`, class variables, and the globals that a function names. What has no copy, such as an open file,
+    stays as it is.
     """
 
     def __init__(self, module: nn.Module, loss: object) -> None:
@@ -59,16 +64,20 @@ class HiddenState:
         for part in parts:
             if not type(part).__module__.startswith("torch.nn."):
                 self._add_attributes(vars(part))
+        self._generators = list(_remember([loss, *(type(part) for part in parts)]))
         if not isinstance(loss, nn.Module) and (owner := _attributes_of(loss)) is not None:
             self._add_attributes(owner)
 
     def is_changed(self) -> bool:
         """Return whether the module remembers something since it was restored."""
-        self.has_changed = self.has_changed or any(True for _ in self._changes())
+        self.has_changed = self.has_changed or any(True for _ in self._changes()) or any(self._find_drawn())
         return self.has_changed
 
     def restore(self) -> None:
         """Forget what was remembered since the beginning."""
+        for generator, state in self._find_drawn():
+            self.has_changed = True
+            set_state(generator, state)
         for owner, name, entry in list(self._changes()):
             self.has_changed = True
             if entry is None:
@@ -80,6 +89,10 @@ class HiddenState:
             else:
                 entry.value = owner[name] = self._copy(entry.saved, dict(self._memo))
                 entry.version = _version(entry.value)
+
+    def _find_drawn(self) -> Iterator[tuple[Generator, Any]]:
+        """Yield the generators of functions and classes that have drawn numbers, with their first states."""
+        return ((each, state) for each, state in self._generators if not _equal(read_state(each), state))
 
     def _changes(self) -> Iterator[tuple[dict[str, Any], str, _Entry | None]]:
         """Yield the attributes that differ from the first ones; those that are new have no entry."""
@@ -116,6 +129,12 @@ class HiddenState:
         if isinstance(value, torch.Tensor) and id(value) not in self._memo:
             return value.detach().clone()
         return copy.deepcopy(value, memo)
+
+
+def _remember(roots: Iterable[object]) -> Iterator[tuple[Generator, Any]]:
+    for generator in find_generators(roots):
+        with suppress(NotImplementedError):  # random.SystemRandom
+            yield generator, read_state(generator)
 
 
 def _version(value: object) -> int:
@@ -156,14 +175,8 @@ def _equal(one: Any, other: Any) -> bool:
 def _state_of(value: Any) -> Any | None:
     """Return what an object remembers, if it is not compared by its values."""
     match value:
-        case torch.Generator():
-            return value.get_state()
-        case np.random.Generator():
-            return value.bit_generator.state
-        case np.random.RandomState():
-            return value.get_state(legacy=True)
-        case random.Random():
-            return value.getstate()
+        case torch.Generator() | np.random.Generator() | np.random.RandomState() | random.Random():
+            return read_state(value)
         case nn.Module():
             return None  # compared by its identity
         case _ if hasattr(value, "__dict__") and type(value).__eq__ is object.__eq__:

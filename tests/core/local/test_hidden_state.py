@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from itertools import permutations
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -183,6 +184,54 @@ def test_a_loss_is_as_before_once_a_training_has_ended(engine: str) -> None:
 
 def mix(draw: Callable[[], float]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     return lambda outputs, targets: functional.cross_entropy(outputs, targets) * draw()
+
+
+GENERATOR = torch.Generator()
+
+
+class Shared(Scaled):
+    """Its generators belong to the class."""
+
+    generators: ClassVar[list[Any]] = [np.random.default_rng(1), random.Random(1)]
+
+    def number(self) -> Any:
+        return sum(each.random() for each in self.generators)
+
+
+def in_closure() -> Callable[..., torch.Tensor]:
+    generator = np.random.default_rng(1)
+
+    def draw() -> float:
+        return generator.random()
+
+    return mix(draw)
+
+
+def by_argument(outputs: torch.Tensor, targets: torch.Tensor, generator: Any) -> torch.Tensor:
+    return functional.cross_entropy(outputs, targets) * generator.random()
+
+
+def by_global(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(outputs, targets) * torch.rand((), generator=GENERATOR)
+
+
+@pytest.mark.parametrize(
+    ("module", "loss"),
+    [
+        (Shared, functional.cross_entropy),
+        (lambda: nn.Linear(4, 3), in_closure()),
+        (lambda: nn.Linear(4, 3), functools.partial(by_argument, generator=np.random.RandomState(1))),
+        (lambda: nn.Linear(4, 3), by_global),
+    ],
+)
+@pytest.mark.parametrize("engine", ["autograd", "flat"])
+def test_generators_outside_attributes_start_anew(module: Callable[[], nn.Module], loss: Any, engine: str) -> None:
+    learner = Learner(model=module, loss=loss)
+    trainee = Trainee(learner)
+    flat = FlatTrainer(trainee, OPTIONS) if engine == "flat" else None
+    first = update(trainee, slice(0, 80), engine, flat)
+    assert update(trainee, slice(0, 80), engine, flat) == first
+    assert update(Trainee(learner), slice(0, 80), "autograd", None) == first
 
 
 @pytest.mark.parametrize(
