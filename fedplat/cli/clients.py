@@ -67,7 +67,7 @@ def describe_fields(client: admin_pb2.Client) -> dict[str, str]:
 
 
 def describe_silence(client: admin_pb2.Client, now_s: float | None = None) -> str:
-    """Return for how long a busy client has sent nothing, as `, silent for 75 s`; empty if it has not missed much."""
+    """Return the time since a busy client's last message, as `, silent for 75 s`; empty if it is short."""
     silent_s = (time.time() if now_s is None else now_s) - client.last_seen_unix_s
     is_silent = client.state == "busy" and client.last_seen_unix_s and silent_s > SILENT_S
     return f", silent for {duration(silent_s)}" if is_silent else ""

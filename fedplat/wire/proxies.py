@@ -15,7 +15,7 @@ from dataclasses import dataclass
 _VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
 """The first one that is set counts, as in gRPC; each also in capital letters."""
 _UNUSED = "all_proxy"
-"""A variable that other programs have, and gRPC has not: it is only named in messages."""
+"""A variable of other programs, which gRPC ignores; messages name it."""
 _EXCEPTIONS = ("no_grpc_proxy", "no_proxy")
 _STATUS = re.compile(r"http2 header with status: (\d{3})", re.IGNORECASE)
 _CAUSE = re.compile(

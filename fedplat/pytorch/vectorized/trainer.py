@@ -168,7 +168,7 @@ class LateScores:
         """Set the weights of the losses: one pass over all targets, not one for each batch."""
         sizes = self._sizes
         weights = None if self._class_weights is None else self._class_weights(torch.cat(self._weighed))
-        if weights is not None:
+        if weights is not None and not (weights.dtype is torch.bool and weights.all()):  # most batches have no padding
             rows = weights.reshape(len(weights), -1).sum(1, dtype=torch.float64).cpu()
             self._weights = [each.sum().item() for each in rows.split(sizes)]
         else:

@@ -150,7 +150,7 @@ class RoundProtocol:
     on_drawn: Callable[[JobState, Attempt, CandidatesDrawn, Context], Transition] = OF_AVERAGING
     make_part: Callable[[], SecureMessages | None] = lambda: None
     list_messages: Callable[[Assignment], Mapping[str, bytes]] = lambda assignment: {}
-    """Return the messages in a client's part by their kinds, without those that it has not sent: `changes`."""
+    """Return the messages that a client has sent in its part, by their kinds: `changes`."""
     forget_messages: Callable[[Attempt], Attempt] = lambda attempt: attempt
     """Remove them from an attempt that ends: `closing`."""
     timeouts: Callable[[JobState], tuple[float, float]] = OF_AVERAGING

@@ -105,7 +105,7 @@ class ClockSet(Struct, frozen=True):
 
     @property
     def is_closed(self) -> bool:
-        """True if no client may join that has not left ahead of the minimum: too many have, to remember more."""
+        """True if only clients that left ahead of the minimum may join: the set remembers no more of them."""
         return len(self.ahead) >= MAX_LEFT
 
     def list_resting(self) -> list[str]:
@@ -184,7 +184,7 @@ def clocks_from_builtins(stored: object) -> ClockSet:
 
 
 NO_CLOCKS = ClockSet()
-"""The clock set of a job that has not begun, or that has another mode."""
+"""The clock set of a job before its first attempt, and of a job with another mode."""
 
 
 _ENDED_BY_CLIENT = frozenset({AssignmentState.LATE, AssignmentState.FAILED, AssignmentState.REJECTED})

@@ -282,7 +282,7 @@ def _list_silos(state: GossipState) -> list[str]:
 
 
 def _make_contact(record: ClientRecord, model: Announcement | None) -> Contact:
-    """Return a silo as others see it; without what it has announced in this round, if it has not."""
+    """Return a silo as others see it, with its announcement of this round if there is one."""
     if model is None:
         return Contact(record.client_id, record.public_key)
     return Contact(record.client_id, record.public_key, model.address, model.relay_key, model.relay_signature)

@@ -284,7 +284,7 @@ LIVENESS = "liveness"
 CHECK_S = 1.0
 """How often the database is pinged."""
 PING_TIMEOUT_S = 5.0
-"""A database that has not answered a ping for this long counts as unavailable."""
+"""A database counts as unavailable when a ping has had no answer for this long."""
 
 _Status = health_pb2.HealthCheckResponse
 
