@@ -46,10 +46,7 @@ def server_adaptive(options: AdaptiveOptions, second_moment: SecondMoment) -> Wr
     beta1, eta, tau = options.beta1, options.learning_rate, options.tau
 
     def init(size: int) -> State:
-        return {
-            "first_moment": np.zeros(size, np.float32),
-            "second_moment": np.full(size, tau**2, np.float32),
-        }
+        return {"first_moment": np.zeros(size, np.float32), "second_moment": np.full(size, tau**2, np.float32)}
 
     def update(state: State, delta: Vector) -> tuple[Vector, State]:
         first, second, step = (np.empty_like(delta) for _ in range(3))

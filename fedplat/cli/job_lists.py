@@ -165,8 +165,7 @@ def list_assignments(  # noqa: PLR0913 - a command's parameters are its options
     ] = None,
     attempt: Annotated[int | None, typer.Option(metavar="N", min=1, help="Only those of this attempt.")] = None,
     client: Annotated[
-        str,
-        typer.Option(metavar="CLIENT", help="Only assignments of this client.", autocompletion=complete_clients),
+        str, typer.Option(metavar="CLIENT", help="Only assignments of this client.", autocompletion=complete_clients)
     ] = "",
     state: StateOption = None,
     limit: LimitOption = None,

@@ -166,11 +166,7 @@ def _simulate_plan(
 
 def _run(out: Output, file: SimulationFile, name: str, data: Federation | None) -> float | None:
     board = progress.ProgressEstimate(name, file.job.rounds, file.simulation.target_metric, time.monotonic)
-    with (
-        wrap_errors("the training"),
-        api.prepare(file, data) as setup,
-        progress.showing(out, board) as observe,
-    ):
+    with wrap_errors("the training"), api.prepare(file, data) as setup, progress.showing(out, board) as observe:
         last = api.execute(file, setup, observe, on_replayed=board.begin).summary.last
     return None if last is None else last.value
 

@@ -85,10 +85,7 @@ def _list_lost(command: CommandSession, job: str, attempt: admin_pb2.Round) -> S
 
 
 def _print(
-    output: Output,
-    job: admin_pb2.Job,
-    found: admin_pb2.RoundDetails,
-    lost: Sequence[admin_pb2.AssignmentDetails],
+    output: Output, job: admin_pb2.Job, found: admin_pb2.RoundDetails, lost: Sequence[admin_pb2.AssignmentDetails]
 ) -> None:
     attempt = found.round
     phase = formats.attempt_phase(attempt.phase).lower()
@@ -185,11 +182,7 @@ _COMMON: Sequence[ListColumn[_Details]] = (
 OF_JOB = ListLayout[_Details](lambda one: one.client_id, (ListColumn("CLIENT", lambda one: one.client_id), *_COMMON))
 OF_CLIENT = ListLayout[_Details](
     lambda one: one.job_id,
-    (
-        ListColumn("JOB", lambda one: one.job_id, is_wide=True),
-        ListColumn("NAME", lambda one: one.job_name),
-        *_COMMON,
-    ),
+    (ListColumn("JOB", lambda one: one.job_id, is_wide=True), ListColumn("NAME", lambda one: one.job_name), *_COMMON),
 )
 
 

@@ -176,8 +176,7 @@ FormatOption = Annotated[
     ),
 ]
 JobArgument = Annotated[
-    str,
-    typer.Argument(metavar="JOB", help="Id of the job, or its name if it is unique.", autocompletion=complete_jobs),
+    str, typer.Argument(metavar="JOB", help="Id of the job, or its name if it is unique.", autocompletion=complete_jobs)
 ]
 ClientArgument = Annotated[
     str, typer.Argument(metavar="CLIENT", help="Id of the client.", autocompletion=complete_clients)

@@ -22,8 +22,7 @@ from fedplat.errors import FedplatError
 from fedplat.wire.v1 import admin_pb2
 
 TensorBoardOption = Annotated[
-    Path | None,
-    typer.Option("--tensorboard", metavar="DIR", help="Write event files for TensorBoard to DIR/JOB_ID."),
+    Path | None, typer.Option("--tensorboard", metavar="DIR", help="Write event files for TensorBoard to DIR/JOB_ID.")
 ]
 MlflowOption = Annotated[
     str, typer.Option("--mlflow", metavar="URI", help="Tracking server, database or folder of MLflow for the rounds.")

@@ -253,12 +253,7 @@ def _tables_in(annotation: Any) -> Any:
     return items if all(is_table) else None
 
 
-_WORDS: Mapping[str, str] = {
-    "int": "a whole number",
-    "float": "a number",
-    "str": "text",
-    "bool": "true or false",
-}
+_WORDS: Mapping[str, str] = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false"}
 
 
 def _expectation(sentence: str, value: Any, annotation: Any) -> str:

@@ -17,10 +17,7 @@ from fedplat.model import Schema
 
 
 def build_rule(
-    spec: JobSpec,
-    seed: int = 0,
-    noise: privacy.Noise | None = None,
-    keep_step: Callable[[bytes], None] | None = None,
+    spec: JobSpec, seed: int = 0, noise: privacy.Noise | None = None, keep_step: Callable[[bytes], None] | None = None
 ) -> aggregate.Rule:
     """Return the aggregation rule of a job; `seed` seeds its random draws in an attempt.
 

@@ -91,8 +91,7 @@ def _local_noise(spec: JobTables, privacy: Privacy, size: int) -> LocalNoise:
             f"secure_aggregation.{key} above {getattr(require_secure(spec), key)}"
         )
     noise = LocalNoise(
-        scale=norm / spec.updates.clip_norm,
-        variance=(privacy.noise_multiplier * sensitivity) ** 2 / fewest,
+        scale=norm / spec.updates.clip_norm, variance=(privacy.noise_multiplier * sensitivity) ** 2 / fewest
     )
     if privacy.metrics is None:
         return noise

@@ -111,7 +111,5 @@ def _bound_deadline(job: JobState, assignment: Assignment, now: float) -> Assign
     else:
         longest = protocol_of(job, assignment.kind).longest_s(job, assignment)
     return structs.replace(
-        assignment,
-        assigned_at=min(assignment.assigned_at, now),
-        deadline_at=min(assignment.deadline_at, now + longest),
+        assignment, assigned_at=min(assignment.assigned_at, now), deadline_at=min(assignment.deadline_at, now + longest)
     )

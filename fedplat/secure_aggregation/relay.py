@@ -22,14 +22,7 @@ from msgspec import Meta
 
 from fedplat.errors import SecureAggregationError
 from fedplat.secure_aggregation.messages import Key, Message, Signature
-from fedplat.secure_aggregation.primitives import (
-    KeyPair,
-    check_public_key,
-    decrypt,
-    derive_key,
-    encrypt,
-    is_signature,
-)
+from fedplat.secure_aggregation.primitives import KeyPair, check_public_key, decrypt, derive_key, encrypt, is_signature
 from fedplat.secure_aggregation.setup import hash_parts
 
 CHUNK_BYTES = 2**20

@@ -182,10 +182,7 @@ class _Recovery:
         return KeyPair(secret) if secret is not None else None
 
     def _recover(
-        self,
-        position: int,
-        shares_of: Callable[[UnmaskAnswer], Mapping[int, Share]],
-        is_right: Callable[[bytes], bool],
+        self, position: int, shares_of: Callable[[UnmaskAnswer], Mapping[int, Share]], is_right: Callable[[bytes], bool]
     ) -> bytes | None:
         """Return the secret that shares recover, or None; first from holders that have given no wrong share so far.
 

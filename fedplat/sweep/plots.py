@@ -80,14 +80,7 @@ def draw_curves(figure: Figure, file: SweepFile, rows: Sequence[SweepRow]) -> No
     handles, labels = axis.get_legend_handles_labels()
     title = f"mean of {_seeds(file)}" + (", 95 % interval" if has_bands else "")
     title += f", the best {NUM_COLORED} of {len(rows)}" if len(rows) > NUM_COLORED else ""
-    figure.legend(
-        handles[::-1],
-        labels[::-1],
-        loc="outside right upper",
-        frameon=False,
-        fontsize="small",
-        title=title,
-    )
+    figure.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False, fontsize="small", title=title)
     figure.suptitle(file.path.stem)
 
 

@@ -67,10 +67,7 @@ class AlgorithmUnderTest:
             model = with_control(model)
         inputs, targets = make_examples(client, size)
         work = LocalTraining(
-            examples=TensorExamples(inputs, targets),
-            options=options,
-            seed=client,
-            client_state=state or ClientState(),
+            examples=TensorExamples(inputs, targets), options=options, seed=client, client_state=state or ClientState()
         )
         train(Trainee(LEARNER, seed=1), model, work)
         return model

@@ -31,14 +31,7 @@ from fedplat.rounds.protocols import averaging, secure_phases
 from fedplat.rounds.protocols.base import AttemptSizes, Ending, PhaseProgress, RoundProtocol, register
 from fedplat.rounds.protocols.secure_phases import messages_of
 from fedplat.rounds.records import Assignment, Attempt, JobState, SecureMessages
-from fedplat.rounds.states import (
-    ASSIGNMENT_TRANSITIONS,
-    REASON_TEXTS,
-    AssignmentState,
-    AttemptPhase,
-    Reason,
-    require,
-)
+from fedplat.rounds.states import ASSIGNMENT_TRANSITIONS, REASON_TEXTS, AssignmentState, AttemptPhase, Reason, require
 from fedplat.secure_aggregation.messages import KeyAdvertisement
 from fedplat.secure_aggregation.setup import FEATURE
 
@@ -198,10 +191,7 @@ def judge_report(event: UpdateReported) -> Verdict:
 
 
 def _find_sender(
-    job: JobState,
-    event: KeysAdvertised | SharesSent | SurvivorsConfirmed | MasksAnswered,
-    step: _Step,
-    content: bytes,
+    job: JobState, event: KeysAdvertised | SharesSent | SurvivorsConfirmed | MasksAnswered, step: _Step, content: bytes
 ) -> Assignment | Verdict:
     """Return the assignment whose next message this is; else the answer to its sender."""
     assignment, attempt = job.find(event.key, event.client_id), job.attempt

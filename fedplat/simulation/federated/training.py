@@ -61,12 +61,7 @@ class RealTraining(TrainingModel):
     one_at_a_time = True
 
     def __init__(
-        self,
-        spec: JobSpec,
-        engine: Engine,
-        initial: Parameters,
-        seed: int,
-        protocol: SecureProtocol | None = None,
+        self, spec: JobSpec, engine: Engine, initial: Parameters, seed: int, protocol: SecureProtocol | None = None
     ) -> None:
         """Begin a job. With a `protocol` clients mask their updates, as secure aggregation needs it."""
         self.model = initial

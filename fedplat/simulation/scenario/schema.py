@@ -45,13 +45,7 @@ def make_schema() -> Schema:
     resolved = cast(dict[str, Schema], _resolve(definitions, references))
     job = resolved.pop(_name(references[JobSpec]))
     job["properties"][TABLE] = references[SimulationOptions]
-    return {
-        "$schema": _DIALECT,
-        "$id": ID,
-        **job,
-        "title": "fedplat job file",
-        "$defs": dict(sorted(resolved.items())),
-    }
+    return {"$schema": _DIALECT, "$id": ID, **job, "title": "fedplat job file", "$defs": dict(sorted(resolved.items()))}
 
 
 def format_schema() -> str:

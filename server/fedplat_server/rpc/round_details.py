@@ -73,11 +73,7 @@ def labels(found: Iterable[LabelledCount], *, is_private: bool) -> list[admin_pb
     places = [place for place in assigned if place[0] in frozenset(shown) and assigned[place] >= minimum]
     return [
         admin_pb2.LabelCount(
-            name=place[0],
-            value=place[1],
-            assigned=assigned[place],
-            reported=reported[place],
-            merged=merged[place],
+            name=place[0], value=place[1], assigned=assigned[place], reported=reported[place], merged=merged[place]
         )
         for place in sorted(places, key=lambda place: (place[0], -assigned[place], place[1]))
     ]

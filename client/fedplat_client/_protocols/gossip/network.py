@@ -22,14 +22,7 @@ from fedplat.errors import SecureAggregationError
 from fedplat.gossip.shares import MAX_SHARE
 from fedplat.gossip.steps import Contact
 from fedplat.secure_aggregation.primitives import KeyPair
-from fedplat.secure_aggregation.relay import (
-    TAG_BYTES,
-    RelayExchange,
-    RelayKey,
-    RelayLink,
-    RelayMember,
-    RelayMessage,
-)
+from fedplat.secure_aggregation.relay import TAG_BYTES, RelayExchange, RelayKey, RelayLink, RelayMember, RelayMessage
 from fedplat.wire import pieces
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client._auth.calls import Connection
