@@ -40,10 +40,9 @@ class Demand:
     """The demand of an attempt: `target` clients, drawn by `sampling` once `min_eligible` eligible clients wait.
 
     If others wait that have declined the job, `least` eligible clients are enough. Without `min_eligible` they are
-    drawn when the time for selection is over. `codecs`, `algorithms` and `features` are
-    those that a client must support. Clients in `excluded` are not drawn: they take part already. If there is a
-    `cohort`, only its clients are drawn, and never those in `barred`. `gate` keeps out clients by what the
-    kind of the job remembers of them.
+    drawn when the time for selection is over. `codecs`, `algorithms` and `features` are those that a client must
+    support. Clients in `excluded` are not drawn: they take part already. If there is a `cohort`, only its clients are
+    drawn, and never those in `barred`. `gate` keeps out clients by what the kind of the job remembers of them.
     """
 
     key: AttemptKey

@@ -208,13 +208,12 @@ def make_assignment_set(assignments: Iterable[Assignment]) -> AssignmentSet:
 class Attempt(AssignmentSet, frozen=True, kw_only=True):
     """One try at one round, the federated evaluation of a committed version, or a warm start (in round 0).
 
-    `goal` reports close it, `minimum` reports are enough when no client is left to wait for, and `target` clients
-    work for it. It waits for clients until `selection_ends_at`. If it hides its sample, it collects until
-    `closes_at` in any case. In a step of secure aggregation in which no client is busy, and in all phases of a
-    decentralised job, `step_ends_at` is the deadline; at least `num_awaited` messages are missing then. Neither is
-    stored. `num_survivors` is the number of updates in the sum of its smallest group, from the moment on at which
-    the clients were asked to remove the masks; 0 before. `num_checked_in` and `num_eligible` are the largest
-    numbers of a draw (`count_draw`).
+    `goal` reports close it, `minimum` reports are enough when no client is left to wait for, and `target` clients work
+    for it. It waits for clients until `selection_ends_at`. If it hides its sample, it collects until `closes_at` in any
+    case. In a step of secure aggregation in which no client is busy, and in all phases of a decentralised job,
+    `step_ends_at` is the deadline; at least `num_awaited` messages are missing then. Neither is stored. `num_survivors`
+    is the number of updates in the sum of its smallest group, from the moment on at which the clients were asked to
+    remove the masks; 0 before. `num_checked_in` and `num_eligible` are the largest numbers of a draw (`count_draw`).
     """
 
     key: AttemptKey
@@ -316,16 +315,15 @@ class JobState(Struct, frozen=True):
     """The state of a job.
 
     `attempt` is the last one, open or ended. `round` counts committed rounds, `failures` the attempts abandoned in a
-    row, and `futile` those of them that another try would only repeat (it is not stored).
-    `durations` holds how long the latest reported assignments took, in seconds. `revision` grows with each stored
-    change; the store refuses a change to a revision other than its own. `carried_over` are assignments to train that
-    have outlived their attempt, while no other attempt to train collects. `claims` holds the latest claim of each
-    client, in order, if the job judges reports by more than one attempt (`influence.looks_back`). `plugins` are the
-    versions of the plugins that it runs with. `unmasked` are the numbers of survivors
-    (`Attempt.num_survivors`) of all attempts of a job with `privacy.trust = "none"` whose masks were requested: each is
-    a release, whether its attempt has committed or not. `barred` are clients that a job with secure aggregation
-    does not draw again, because their messages were invalid (`REJECTED_MESSAGE`) in an earlier attempt.
-    `protocol` is what only the protocol of its training reads and writes
+    row, and `futile` those of them that another try would only repeat (it is not stored). `durations` holds how long
+    the latest reported assignments took, in seconds. `revision` grows with each stored change; the store refuses a
+    change to a revision other than its own. `carried_over` are assignments to train that have outlived their attempt,
+    while no other attempt to train collects. `claims` holds the latest claim of each client, in order, if the job
+    judges reports by more than one attempt (`influence.looks_back`). `plugins` are the versions of the plugins that it
+    runs with. `unmasked` are the numbers of survivors (`Attempt.num_survivors`) of all attempts of a job with
+    `privacy.trust = "none"` whose masks were requested: each is a release, whether its attempt has committed or not.
+    `barred` are clients that a job with secure aggregation does not draw again, because their messages were invalid
+    (`REJECTED_MESSAGE`) in an earlier attempt. `protocol` is what only the protocol of its training reads and writes
     (`RoundProtocol.read_state`).
     """
 

@@ -19,8 +19,7 @@ class Simulation:
     With an `engine` clients really train: the job begins with the model `initial`, extended by the entries that the
     job's rule stores in the model. The clients of the engine are those of the fleet, and its numbers of examples
     replace the fleet's. Without an engine only the schedule is simulated, for a model of `model_bytes`. The run ends
-    with the job, or after `until_s` virtual seconds. `secure_aggregation` and `links` are those of
-    `SimulationOptions`.
+    with the job, or after `until_s` virtual seconds. `secure_aggregation` and `links` are those of `SimulationOptions`.
     """
 
     spec: JobSpec

@@ -166,9 +166,8 @@ def open_trackers(
 ) -> Generator[Callable[[AttemptResult], None]]:
     """Open the trackers of the run in `folder` of a simulation file; yields the function that tracks an attempt.
 
-    A resumed run calls it with all attempts again. If MLflow fails, `warn` is called. `find_cost` returns the
-    privacy cost of a number of releases, which is tracked with the last round. Raises `MissingExtraError` and
-    `TrackerError`.
+    A resumed run calls it with all attempts again. If MLflow fails, `warn` is called. `find_cost` returns the privacy
+    cost of a number of releases, which is tracked with the last round. Raises `MissingExtraError` and `TrackerError`.
     """
     with contextlib.ExitStack() as stack:
         opened: list[trackers.Tracker] = []

@@ -36,9 +36,8 @@ ANSWERS = "answers.jsonl"
 class ReplayLog(TrainingModel):
     """Wraps training: replays the results in a folder, then computes further ones and writes them there.
 
-    `identity` is a text that equal simulations share. Raises `ReplayError` for the folder of another simulation, or
-    one that cannot be read. A checkpoint is written after every `every`-th version, if `due` returns true for
-    it.
+    `identity` is a text that equal simulations share. Raises `ReplayError` for the folder of another simulation, or one
+    that cannot be read. A checkpoint is written after every `every`-th version, if `due` returns true for it.
     """
 
     one_at_a_time = True

@@ -32,9 +32,8 @@ _AFTER_START = 0.0, math.inf
 class ComparedRuns:
     """The runs of one configuration: `last`, `best` and `curve` are means over the seeds.
 
-    `by_seed` has the metric of each seed in the rounds of `curve`.
-    `num_reached` is the number of seeds whose run reached the target; `rounds_to_target` and `seconds_to_target` are
-    means over these runs, None without such a run.
+    `by_seed` has the metric of each seed in the rounds of `curve`. `num_reached` is the number of seeds whose run
+    reached the target; `rounds_to_target` and `seconds_to_target` are means over these runs, None without such a run.
     """
 
     name: str

@@ -39,10 +39,9 @@ class HuggingFace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     `load_dataset` reads. `name` is a data set on the Hugging Face Hub, with a `config` and a `revision` if it has
     several; it is downloaded into the cache of `datasets`. `groups` names the column with the owner of each example.
     Without `test_split`, `test_fraction` of the examples are held out. A column of images is converted to `channels`
-    (1: gray, 3: RGB, 0: those of
-    the first image) and `size` ([height, width]), like those of `Images`. `scale` "unit" divides inputs by 255 (images
-    by the largest pixel of their format). `inputs`, `targets` and
-    `classes` are those of `TableOptions`.
+    (1: gray, 3: RGB, 0: those of the first image) and `size` ([height, width]), like those of `Images`. `scale` "unit"
+    divides inputs by 255 (images by the largest pixel of their format). `inputs`, `targets` and `classes` are those of
+    `TableOptions`.
     """
 
     path: str = ""
