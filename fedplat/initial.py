@@ -45,7 +45,7 @@ def resolve(initial: str, folder: Path) -> Parameters:
         if initial.endswith(".safetensors"):
             parameters = _from_file(folder / initial)
         else:
-            parameters = _from_function(initial, folder)
+            parameters = convert_result(user_code.call(initial, folder), user_code.split(initial)[1])
         if not parameters:
             raise JobFileError("the model has no tensors; expected at least one")
         if not parameters.is_finite():
@@ -60,10 +60,6 @@ def _from_file(path: Path) -> Parameters:
         return Parameters.open(path)
     except OSError as exc:
         raise JobFileError(f"{path} cannot be read: {exc.strerror or exc}") from exc
-
-
-def _from_function(name: str, folder: Path) -> Parameters:
-    return convert_result(user_code.call(name, folder), user_code.split(name)[1])
 
 
 def convert_result(value: object, function_name: str) -> Parameters:

@@ -34,7 +34,11 @@ def show(
         elif job and command.output.is_for_people:
             _show_one(command.output, found)
         else:
-            _show_all(command.output, found)
+            output = command.output
+            output.rows(found.jobs, BUDGET_LAYOUT, "there are no private jobs")
+            if output.is_for_people:
+                for population in found.populations:
+                    output.line(_of_population(population))
 
 
 def budget(  # noqa: PLR0913 - a command's parameters are its options
@@ -105,13 +109,6 @@ BUDGET_LAYOUT = ListLayout[admin_pb2.JobPrivacy](
         ListColumn("#DELTA", lambda job: f"{job.delta:g}"),
     ),
 )
-
-
-def _show_all(output: Output, found: admin_pb2.ShowPrivacyResponse) -> None:
-    output.rows(found.jobs, BUDGET_LAYOUT, "there are no private jobs")
-    if output.is_for_people:
-        for population in found.populations:
-            output.line(_of_population(population))
 
 
 def _noise(job: admin_pb2.JobPrivacy) -> str:

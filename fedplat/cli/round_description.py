@@ -13,7 +13,7 @@ from fedplat.admin.descriptions import largest_loss, list_facts
 from fedplat.cli import formats, lists, watch
 from fedplat.cli.options import JsonOption, ServerOption
 from fedplat.cli.output import ListColumn, ListLayout, Output, to_record
-from fedplat.cli.session import CommandSession, FormatOption, JobArgument, session
+from fedplat.cli.session import FormatOption, JobArgument, session
 from fedplat.texts import format_count
 from fedplat.wire.v1 import admin_pb2
 
@@ -43,7 +43,10 @@ def describe_round(  # noqa: PLR0913 - a command's parameters are its options
     """Describe a round: its funnel, the reasons why clients did not contribute, and outcomes by label."""
     with session(context, server, as_json, form=form) as command:
         found = command.client.show_round(job, round_, attempt or 0)
-        lost = _list_lost(command, job, found.round)
+        request = admin_pb2.ListAssignmentsRequest(
+            job=job, round=found.round.round, attempt=found.round.attempt, states=_LOST, page_size=NUM_ASSIGNMENTS
+        )
+        lost = command.client.page(request).assignments[:NUM_ASSIGNMENTS]
         if command.output.as_json:
             command.output.json(to_record(found) | {"assignments": [to_record(one) for one in lost]})
         elif not command.output.is_for_people:
@@ -75,13 +78,6 @@ def print_funnel(output: Output, attempt: admin_pb2.Round) -> None:
     output.table(FUNNEL_COLUMNS, funnel_rows(attempt), "")
     if sentence := largest_loss(attempt):
         output.sentence(sentence)
-
-
-def _list_lost(command: CommandSession, job: str, attempt: admin_pb2.Round) -> Sequence[admin_pb2.AssignmentDetails]:
-    request = admin_pb2.ListAssignmentsRequest(
-        job=job, round=attempt.round, attempt=attempt.attempt, states=_LOST, page_size=NUM_ASSIGNMENTS
-    )
-    return command.client.page(request).assignments[:NUM_ASSIGNMENTS]
 
 
 def _print(

@@ -223,7 +223,8 @@ def _load(
     loaded = _import(reference, folder) if isinstance(reference, str) else reference
     record = kind.check(loaded, name)
     if not package and isinstance(reference, str) and not user_code.split(reference)[0].endswith(".py"):
-        package = _find_package(record)
+        packages = importlib.metadata.packages_distributions().get(record.__module__.partition(".")[0], [])
+        package = importlib.metadata.version(packages[0]) if packages else ""
     version = PluginVersion(kind.name, name, package, _digest(record))
     if not isinstance(reference, str):
         return record, version, None
@@ -249,12 +250,6 @@ def _find_entry_point(kind: Kind, name: str) -> tuple[str, str]:
             f"expected {kind.name}.{name}=/path/to/file.py:NAME"
         )
     return f"{point.module}:{point.attr}", point.dist.version if point.dist is not None else ""
-
-
-def _find_package(record: type) -> str:
-    """Return the version of the installed package that defines a class, or ""."""
-    packages = importlib.metadata.packages_distributions().get(record.__module__.partition(".")[0], [])
-    return importlib.metadata.version(packages[0]) if packages else ""
 
 
 def _digest(record: object) -> str:

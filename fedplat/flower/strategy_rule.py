@@ -75,7 +75,10 @@ def aggregate(options: FlowerStrategy, arguments: Mapping[str, Any], partial: Pa
     `UserCodeError` if it has a mistake.
     """
     assert partial.base is not None, "the caller passes the base version"
-    _check_updates(partial)
+    if not partial.kept:
+        raise ValueError("no update was folded; a strategy needs at least one")
+    if partial.weight <= 0:
+        raise ValueError(f"the weights of {len(partial.kept)} updates add up to 0; a strategy needs one above 0")
     base = _read(partial.base)
     memory = msgspec.msgpack.decode(partial.memory, type=prepare_type(_Memory)) if partial.memory else _Memory()
     number = memory.round + 1
@@ -89,13 +92,6 @@ def aggregate(options: FlowerStrategy, arguments: Mapping[str, Any], partial: Pa
         memory = _Memory(number, attributes.pickle_attributes(strategy))
     step = _subtract(result, base, f"the strategy {name_of(options)}")
     return dataclasses.replace(partial, total=step, weight=1.0, kept=(), memory=msgspec.msgpack.encode(memory))
-
-
-def _check_updates(partial: Partial) -> None:
-    if not partial.kept:
-        raise ValueError("no update was folded; a strategy needs at least one")
-    if partial.weight <= 0:
-        raise ValueError(f"the weights of {len(partial.kept)} updates add up to 0; a strategy needs one above 0")
 
 
 def _call(

@@ -91,7 +91,7 @@ def step(state: GossipState, event: GossipEvent) -> Step:
         case ModelReceived():
             return _on_received(state, event)
         case ModelMissed():
-            return _on_missed(state, event)
+            return _on_report(state, event) if _is_link(state, event) else (state, ())
         case KeyOffered():
             return _on_key(state, event)
         case RingCompleted():
@@ -138,10 +138,6 @@ def _on_received(state: GossipState, event: ModelReceived) -> Step:
         return state, ()
     distances = {**state.received.get(event.silo, {}), event.sender: event.squared_distance}
     return _on_report(_change(state, received={**state.received, event.silo: distances}), event)
-
-
-def _on_missed(state: GossipState, event: ModelMissed) -> Step:
-    return _on_report(state, event) if _is_link(state, event) else (state, ())
 
 
 def _is_link(state: GossipState, event: ModelReceived | ModelMissed) -> bool:

@@ -293,7 +293,7 @@ def instruct(
             )
         case GossipPhase.OFFERING_KEYS if silo in state.candidates and silo not in state.offers:
             return SendKey(state.attempt)
-        case GossipPhase.REDUCING if silo in state.offers and not _has_reported(state, silo):
+        case GossipPhase.REDUCING if silo in state.offers and not (silo in state.completed or silo in state.broken):
             assert state.ring is not None
             return ReduceModels(state.ring, tuple(contact(member.silo) for member in state.ring.members))
         case _:
@@ -348,7 +348,3 @@ def chunk_name(attempt: int, step: int) -> str:
 def _is_for(state: GossipState, silo: str) -> bool:
     """Return whether a silo may have the last mean: all do if rings are the exchange, else those of the last round."""
     return state.rules.options.exchange == "ring" or silo in state.announced
-
-
-def _has_reported(state: GossipState, silo: str) -> bool:
-    return silo in state.completed or silo in state.broken

@@ -7,10 +7,9 @@ from fedplat.aggregate.easgd import NAME as EASGD
 from fedplat.config.plugins import build_checked, has_absent, name_of
 from fedplat.job import combinations, elastic_checks, gossip_checks, privacy_checks, secure_checks
 from fedplat.job.combinations import CYCLIC, DISTILL, STALE_SYNCHRONOUS, find_contrary
-from fedplat.job.pool import PoolOptions, ServerLearning, ServerStep
+from fedplat.job.pool import PoolOptions, ServerStep
 from fedplat.job.secure_checks import RULES_ON_MEAN
 from fedplat.job.tables import JobTables
-from fedplat.parallel import Parallel
 from fedplat.sampling import Uniform
 
 NO_PRIVACY = (
@@ -193,14 +192,12 @@ def _check_pool(spec: JobTables, pool: PoolOptions) -> None:
     if pool.parallel is not None:
         for name, table in (("warm_start", spec.warm_start), ("server_step", spec.server_step)):
             if table is not None:
-                _check_steps(name, table, pool.parallel)
-
-
-def _check_steps(name: str, table: ServerLearning, parallel: Parallel) -> None:
-    try:
-        parallel.check_steps(max_grad_norm=table.max_grad_norm, accumulate=table.accumulate, precision=table.precision)
-    except ValueError as exc:
-        raise ValueError(f"{name}.{exc}") from exc
+                try:
+                    pool.parallel.check_steps(
+                        max_grad_norm=table.max_grad_norm, accumulate=table.accumulate, precision=table.precision
+                    )
+                except ValueError as exc:
+                    raise ValueError(f"{name}.{exc}") from exc
 
 
 def _check_robust(spec: JobTables, robust: aggregate.Robust) -> None:

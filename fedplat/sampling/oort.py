@@ -83,15 +83,12 @@ class Oort(BasePolicy, frozen=True, forbid_unknown_fields=True, tag_field="polic
         is_new = np.ones(len(candidates), bool)
         is_new[explored] = False
         unexplored = np.flatnonzero(is_new)
-        num_new = self._num_new(candidates.round, count, rng)
+        # The number of clients to explore is rounded at random, so that small cohorts explore too.
+        share = max(self.exploration * self.exploration_decay ** (candidates.round - 1), self.min_exploration)
+        num_new = math.floor(share * count + rng.random())
         num_new = max(min(num_new, len(unexplored)), count - len(explored))
         chosen = self._exploit([history for _, history in known], candidates, count - num_new, rng)
         return [*explored[chosen].tolist(), *self._explore(unexplored, candidates, num_new, rng)]
-
-    def _num_new(self, round_: int, count: int, rng: np.random.Generator) -> int:
-        """Return the number of clients to explore, rounded at random, so that small cohorts explore too."""
-        share = max(self.exploration * self.exploration_decay ** (round_ - 1), self.min_exploration)
-        return math.floor(share * count + rng.random())
 
     def _explore(self, unexplored: _Indices, candidates: Candidates, count: int, rng: np.random.Generator) -> list[int]:
         if not self.speed:

@@ -71,7 +71,9 @@ def encode(
     """
     if update.shape != (encoding.size,):
         raise SecureAggregationError(f"the update has shape {update.shape}; expected ({encoding.size},)")
-    weight = _weight(encoding, num_examples)
+    if not num_examples >= 0:
+        raise SecureAggregationError(f"the number of examples is {num_examples}; expected 0 or more")
+    weight = min(num_examples / encoding.max_examples, 1.0) if encoding.max_examples else 1.0
     norm = l2_norm(VectorBlocks(update))
     if not math.isfinite(norm):
         raise SecureAggregationError("the update has NaN or infinite entries and cannot be clipped")
@@ -125,12 +127,6 @@ def merge(left: Decoded, right: Decoded) -> Decoded:
         for name, value in left.metrics.items()
     }
     return Decoded(left.update, left.weight + right.weight, metrics, count)
-
-
-def _weight(encoding: Encoding, num_examples: float) -> float:
-    if not num_examples >= 0:
-        raise SecureAggregationError(f"the number of examples is {num_examples}; expected 0 or more")
-    return min(num_examples / encoding.max_examples, 1.0) if encoding.max_examples else 1.0
 
 
 def _map_metrics(encoding: Encoding, metrics: Mapping[str, float]) -> Iterator[float]:

@@ -256,15 +256,11 @@ def prove_key(ranks: Ranks, key: bytes) -> None:
     mine = secrets.token_bytes(_PROOF_BYTES)
     # With several network interfaces there is a connection for each.
     for tag in range(os.environ.get("GLOO_SOCKET_IFNAME", "").count(",") + 1):
-        theirs = _exchange(ranks, dict.fromkeys(_other_ranks(ranks), mine), tag)
+        theirs = _exchange(ranks, dict.fromkeys([rank for rank in range(ranks.size) if rank != ranks.rank], mine), tag)
         proofs = {peer: _proof(key, (ranks.rank, peer), (mine, theirs[peer])) for peer in theirs}
         for peer, proof in _exchange(ranks, proofs, tag).items():
             if not hmac.compare_digest(proof, _proof(key, (peer, ranks.rank), (theirs[peer], mine))):
                 raise PermissionError(f"the process connected as rank {peer} does not have the ranks' key")
-
-
-def _other_ranks(ranks: Ranks) -> list[int]:
-    return [rank for rank in range(ranks.size) if rank != ranks.rank]
 
 
 def _proof(key: bytes, places: tuple[int, int], nonces: tuple[bytes, bytes]) -> bytes:

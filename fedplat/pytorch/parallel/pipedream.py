@@ -281,7 +281,8 @@ class _Neighbour:
         if expects:
             header = torch.empty(2 + _MAX_DIMENSIONS, dtype=torch.int64)
             distributed.recv(header, group=self._group, group_src=self._rank, tag=_HEADER_TAG)
-            received = self._make_empty(header)
+            dtype, dimensions, *shape = header.tolist()
+            received = torch.empty(shape[:dimensions], dtype=_DTYPES[dtype], device=self._device)
             operations.append(self._operation(distributed.irecv, received))
         if operations:  # both at once: with NCCL, each of two neighbours could wait for the other to receive first
             works += distributed.batch_isend_irecv(operations)
@@ -291,10 +292,6 @@ class _Neighbour:
 
     def _operation(self, operation: Any, values: torch.Tensor) -> distributed.P2POp:
         return distributed.P2POp(operation, values, group=self._group, group_peer=self._rank)
-
-    def _make_empty(self, header: torch.Tensor) -> torch.Tensor:
-        dtype, dimensions, *shape = header.tolist()
-        return torch.empty(shape[:dimensions], dtype=_DTYPES[dtype], device=self._device)
 
 
 def _describe(values: torch.Tensor) -> torch.Tensor:

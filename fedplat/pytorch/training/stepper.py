@@ -167,7 +167,10 @@ class Stepper:
             done = self._scaler.get_scale() >= scale
         for parameter in self._parameters.values():
             parameter.grad = None
-        self._lose_exchange()
+        with torch.no_grad():
+            for name, part in self._exchange.items():
+                self._parameters[name].sub_(part)
+        self._exchange = {}
         return done
 
     def restore(self, stored: Parameters | None) -> None:
@@ -188,12 +191,6 @@ class Stepper:
         if isinstance(self._optimizer, _PlainSgd):
             return self._optimizer.sgd
         return cast(torch.optim.Optimizer, self._optimizer)
-
-    def _lose_exchange(self) -> None:
-        with torch.no_grad():
-            for name, part in self._exchange.items():
-                self._parameters[name].sub_(part)
-        self._exchange = {}
 
     def _correct(self) -> None:
         if self._max_norm:

@@ -46,7 +46,7 @@ from fedplat.rounds.demand import Demand, Gate
 from fedplat.rounds.events import CandidatesDrawn, JobEvent, RollCalled
 from fedplat.rounds.protocols import buffered
 from fedplat.rounds.protocols.base import Membership, Roll, register
-from fedplat.rounds.records import Assignment, Attempt, JobState
+from fedplat.rounds.records import Attempt, JobState
 from fedplat.rounds.states import AssignmentState, AttemptKind, JobStatus, Reason
 
 CLEAN_CLOCKS = 16
@@ -276,7 +276,7 @@ def follow(before: JobState, after: JobState, context: Context) -> JobState:
             clocks = clocks.join(each.client_id)
         elif each.state is AssignmentState.MERGED:
             clocks = clocks.tick(each.client_id).expect([each.client_id], until)
-        elif _has_left(each):
+        elif each.state in _ENDED_BY_CLIENT or each.reason is Reason.REVOKED:
             clocks = clocks.leave([each.client_id])
         elif each.state in _ENDED_BY_SERVER:
             clocks = clocks.expect([each.client_id], until)
@@ -309,10 +309,6 @@ def on_roll_call(job: JobState, event: RollCalled, context: Context) -> Transiti
     staying = [name for name in expected if name in present]
     clocks = clocks_of(job).leave(gone).expect(staying, context.now + job.spec.deadlines.selection_s)
     return Transition(structs.replace(job, protocol=clocks))
-
-
-def _has_left(ended: Assignment) -> bool:
-    return ended.state in _ENDED_BY_CLIENT or ended.reason is Reason.REVOKED
 
 
 SSP = register(

@@ -73,7 +73,9 @@ class VmapEngine(Engine):
     def result(self, task: ClientTask) -> LocalUpdate:
         """Train the client together with other waiting ones, or score it alone."""
         if task.scores:
-            self._score(task)
+            del self._waiting[task.version][task]
+            contents = self._states.begin(task) or {}
+            self._done[task] = self._trainer.score(task, contents, self._bases[task.version].parameters)
         elif task not in self._done:
             self._train(task)
         outcome = self._done.pop(task)
@@ -106,11 +108,6 @@ class VmapEngine(Engine):
     @override
     def close(self) -> None:
         pass
-
-    def _score(self, task: ClientTask) -> None:
-        del self._waiting[task.version][task]
-        contents = self._states.begin(task) or {}
-        self._done[task] = self._trainer.score(task, contents, self._bases[task.version].parameters)
 
     def _train(self, task: ClientTask) -> None:
         """Train a task together with tasks of about its size, so that all end at about the same step."""

@@ -82,7 +82,9 @@ class ForkedWorkers:
             if self._answers in ready:
                 return self._read()
             died = next(number for number, process in enumerate(self._processes) if process.sentinel in ready)
-            activity = _describe_activity(self._current[died])
+            current = self._current[died]
+            activities = {IDLE: "while it was idle", NO_CLIENT: "while it scored a model"}
+            activity = activities.get(current, f"while it trained client {current}")
             self._failure = describe_exit(self._processes[died], activity, "use fewer workers or smaller batches")
         raise EngineError(self._failure)
 
@@ -121,11 +123,6 @@ def describe_exit(process: BaseProcess, activity: str, advice: str) -> str:
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
     hint = f"; it probably ran out of memory: {advice}" if code == -signal.SIGKILL else ""
     return f"the worker process {process.pid} {how} {activity}{hint}"
-
-
-def _describe_activity(current: int) -> str:
-    activities = {IDLE: "while it was idle", NO_CLIENT: "while it scored a model"}
-    return activities.get(current, f"while it trained client {current}")
 
 
 class Shared(NamedTuple):

@@ -168,10 +168,7 @@ class SiloModels:
 
     def evaluate(self) -> Mapping[str, float]:
         """Score the mean of all silos' models on the central test data."""
-        return self._engine.evaluate(self._mean())
-
-    def _mean(self) -> Parameters:
-        return replace_entries(self._whole[0], self.models().mean(axis=0).astype(np.float32))
+        return self._engine.evaluate(replace_entries(self._whole[0], self.models().mean(axis=0).astype(np.float32)))
 
 
 class SiloTraining(NoTraining):

@@ -294,13 +294,10 @@ class AlertMonitor:
             await asyncio.sleep(EPSILON_INTERVAL_S)
             with contextlib.suppress(LeadershipLostError):
                 try:
-                    if self._has_private_jobs():
+                    if any(disclosure_of(job.spec).is_charged for job in self._coordinator.jobs.values()):
                         await self.update_epsilons(store)
                 except StoreError as exc:
                     logs.get().warning("the spent privacy budgets could not be read", error=str(exc))
-
-    def _has_private_jobs(self) -> bool:
-        return any(disclosure_of(job.spec).is_charged for job in self._coordinator.jobs.values())
 
 
 def _is_round(record: AttemptRecord) -> bool:

@@ -235,7 +235,7 @@ class BlobCache:
             folder.mkdir(parents=True, exist_ok=True)
             found: list[tuple[os.stat_result, str]] = []
             for path in files.list_files(folder):
-                if path == self._find(path.name):
+                if path == (self.path(path.name) if files.is_digest(path.name) else None):
                     with contextlib.suppress(FileNotFoundError):  # another daemon of this host may use the folder
                         found.append((path.stat(), path.name))
         for status, digest in sorted(found, key=lambda one: one[0].st_mtime):
@@ -263,7 +263,10 @@ class BlobCache:
                     self._fetch(digest, path, read)
             with self._lock:
                 self._fetches.pop(digest, None)
-        self._note_use(digest)
+        with self._lock:
+            if (copy := self._copies.get(digest)) is not None:
+                copy.used_at = self._clock()
+                self._copies.move_to_end(digest)
         return path
 
     def put(self, source: Path, digest: str) -> None:
@@ -296,9 +299,6 @@ class BlobCache:
             with self._lock:
                 self._held -= held
 
-    def _find(self, name: str) -> Path | None:
-        return self.path(name) if files.is_digest(name) else None
-
     def _verify(self, digest: str, path: Path) -> bool:
         """Hash a copy of an earlier process; return False if it is not there or was damaged."""
         try:
@@ -322,12 +322,6 @@ class BlobCache:
             if writer.blob.digest != digest:
                 raise BlobError(f"the blob {digest} is damaged in the object store: its digest is {writer.blob.digest}")
             self.put(draft, digest)
-
-    def _note_use(self, digest: str) -> None:
-        with self._lock:
-            if (copy := self._copies.get(digest)) is not None:
-                copy.used_at = self._clock()
-                self._copies.move_to_end(digest)
 
     def _evict(self) -> None:
         """Remove the copies that were not used for the longest time. Open files stay readable: they are unlinked."""

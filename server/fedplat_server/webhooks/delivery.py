@@ -100,7 +100,8 @@ class DeliveryTask:
                 self._changed.clear()
                 try:
                     found = set(await self._store.webhooks.list_ids())
-                    await self._schedule(found)
+                    while found and await self._store.webhooks.schedule_deliveries():
+                        self._wake_workers()
                 except LeadershipLostError:
                     raise
                 except StoreError as exc:
@@ -116,10 +117,6 @@ class DeliveryTask:
                     workers[webhook_id] = group.create_task(work, name=f"webhook {webhook_id}")
                 # Without a webhook no round costs a query: only a new webhook, or the poll, ends the wait.
                 await self._wait(*([self._changed, appended] if found else [self._changed]))
-
-    async def _schedule(self, found: set[str]) -> None:
-        while found and await self._store.webhooks.schedule_deliveries():
-            self._wake_workers()
 
     def _wake_workers(self) -> None:
         for wake in self._wakes.values():
