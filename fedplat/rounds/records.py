@@ -18,17 +18,8 @@ from msgspec import Struct, field, structs
 from fedplat.aggregate import Contribution
 from fedplat.config.loaded_plugins import PluginVersion
 from fedplat.job import JobSpec
+from fedplat.rounds import states
 from fedplat.rounds.persistent_map import PersistentMap, to_persistent
-from fedplat.rounds.states import (
-    BUSY_STATES,
-    OPEN_PHASES,
-    OPEN_STATES,
-    AssignmentState,
-    AttemptKind,
-    AttemptPhase,
-    JobStatus,
-    Reason,
-)
 
 
 class AttemptKey(NamedTuple):
@@ -81,13 +72,13 @@ class Assignment(Struct, frozen=True):
 
     key: AttemptKey
     client_id: str
-    kind: AttemptKind
+    kind: states.AttemptKind
     token_hash: bytes
-    state: AssignmentState
+    state: states.AssignmentState
     base_version: int
     assigned_at: float
     deadline_at: float
-    reason: Reason | None = None
+    reason: states.Reason | None = None
     text: str = ""
     digest: str = ""
     num_examples: float = 0.0
@@ -109,12 +100,12 @@ class Assignment(Struct, frozen=True):
     @property
     def is_busy(self) -> bool:
         """True if the client is still working."""
-        return self.state in BUSY_STATES
+        return self.state in states.BUSY_STATES
 
     @property
     def is_open(self) -> bool:
         """True if it has not ended: the client is working, or its update is to be merged."""
-        return self.state in OPEN_STATES
+        return self.state in states.OPEN_STATES
 
     @property
     def contribution(self) -> Contribution:
@@ -131,14 +122,14 @@ class AssignmentSet(Struct, frozen=True, kw_only=True):
     """
 
     assignments: Mapping[str, Assignment] = field(default_factory=PersistentMap[Assignment])
-    counts: Mapping[AssignmentState, int] = field(default_factory=dict[AssignmentState, int])
+    counts: Mapping[states.AssignmentState, int] = field(default_factory=dict[states.AssignmentState, int])
     next_deadline: float | None = None
     last_report: int = 0
 
     @property
     def reported(self) -> list[Assignment]:
         """The assignments whose report was accepted and is not merged yet, in the order of acceptance."""
-        found = [each for each in self.assignments.values() if each.state is AssignmentState.REPORTED]
+        found = [each for each in self.assignments.values() if each.state is states.AssignmentState.REPORTED]
         return sorted(found, key=lambda each: each.report_number or 0)
 
     @property
@@ -149,19 +140,19 @@ class AssignmentSet(Struct, frozen=True, kw_only=True):
     @property
     def failures(self) -> dict[str, str]:
         """The reasons why clients have failed or their updates were refused, by client."""
-        ended = (AssignmentState.FAILED, AssignmentState.REJECTED)
+        ended = (states.AssignmentState.FAILED, states.AssignmentState.REJECTED)
         found = (each for each in self.assignments.values() if each.state in ended)
         return {each.client_id: each.text or str(each.reason or each.state) for each in found}
 
     @property
     def num_busy(self) -> int:
         """The number of clients that are still working."""
-        return sum(self.counts.get(state, 0) for state in BUSY_STATES)
+        return sum(self.counts.get(state, 0) for state in states.BUSY_STATES)
 
     @property
     def num_reported(self) -> int:
         """The number of clients whose report was accepted and is not merged yet."""
-        return self.counts.get(AssignmentState.REPORTED, 0)
+        return self.counts.get(states.AssignmentState.REPORTED, 0)
 
     @property
     def next_report(self) -> int:
@@ -169,7 +160,7 @@ class AssignmentSet(Struct, frozen=True, kw_only=True):
 
         After a restart assignments that have ended may be missing, but those that are open keep their numbers.
         """
-        ended = (AssignmentState.REJECTED, AssignmentState.DROPPED)
+        ended = (states.AssignmentState.REJECTED, states.AssignmentState.DROPPED)
         return 1 + max(self.last_report, self.num_reported + sum(self.counts.get(state, 0) for state in ended))
 
     def with_assignments(self, changed: Iterable[Assignment]) -> Self:
@@ -217,8 +208,8 @@ class Attempt(AssignmentSet, frozen=True, kw_only=True):
     """
 
     key: AttemptKey
-    kind: AttemptKind
-    phase: AttemptPhase
+    kind: states.AttemptKind
+    phase: states.AttemptPhase
     base_version: int
     goal: int
     minimum: int
@@ -250,14 +241,14 @@ class Attempt(AssignmentSet, frozen=True, kw_only=True):
     @property
     def is_open(self) -> bool:
         """True if it has not ended."""
-        return self.phase in OPEN_PHASES
+        return self.phase in states.OPEN_PHASES
 
     @property
     def awaits_clients(self) -> bool:
         """True if no client works for it, so that it depends on clients that check in."""
-        if self.phase is AttemptPhase.COLLECTING and self.closes_at is None:
+        if self.phase is states.AttemptPhase.COLLECTING and self.closes_at is None:
             return not self.num_busy
-        return self.phase is AttemptPhase.SELECTING
+        return self.phase is states.AttemptPhase.SELECTING
 
 
 class ModelVersion(Struct, frozen=True):
@@ -330,7 +321,7 @@ class JobState(Struct, frozen=True):
     job_id: str
     spec: JobSpec
     latest: ModelVersion
-    status: JobStatus = JobStatus.DRAFT
+    status: states.JobStatus = states.JobStatus.DRAFT
     reason: str = ""
     round: int = 0
     attempt: Attempt | None = None

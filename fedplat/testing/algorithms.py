@@ -17,15 +17,7 @@ from fedplat.aggregate.scaffold import with_control
 from fedplat.client_state import ClientState
 from fedplat.errors import FedplatError
 from fedplat.model import Parameters
-from fedplat.pytorch.training import (
-    Learner,
-    LocalOptions,
-    LocalTraining,
-    TensorExamples,
-    Trainee,
-    build_guarded_algorithm,
-    train,
-)
+from fedplat.pytorch import training
 from fedplat.testing.errors import adopt, run_checks
 
 NUM_INPUTS, NUM_CLASSES = 6, 4
@@ -40,7 +32,7 @@ def make_module() -> nn.Module:
     return nn.Sequential(nn.Linear(NUM_INPUTS, 8), nn.Tanh(), nn.Linear(8, NUM_CLASSES))
 
 
-LEARNER = Learner(model=make_module)
+LEARNER = training.Learner(model=make_module)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,27 +41,30 @@ class AlgorithmUnderTest:
 
     make: Callable[[], LocalAlgorithmOptions]
 
-    def options(self, **changes: object) -> LocalOptions:
+    def options(self, **changes: object) -> training.LocalOptions:
         """Return the options of a short training."""
         given = {"epochs": 2, "batch_size": 5, "learning_rate": 0.05, **changes}
-        return LocalOptions(**given, algorithm=self.make())  # pyright: ignore[reportArgumentType]
+        return training.LocalOptions(**given, algorithm=self.make())  # pyright: ignore[reportArgumentType]
 
     def build(self) -> LocalAlgorithm:
         """Return the algorithm; its functions check their results."""
-        return build_guarded_algorithm(self.options())
+        return training.build_guarded_algorithm(self.options())
 
     def train(
-        self, options: LocalOptions, client: int = 0, state: ClientState | None = None, size: int = 24
+        self, options: training.LocalOptions, client: int = 0, state: ClientState | None = None, size: int = 24
     ) -> Parameters:
         """Return the model after one client's training."""
         model = LEARNER.initial(seed=1)
         if options.build_algorithm().needs_control:
             model = with_control(model)
         inputs, targets = make_examples(client, size)
-        work = LocalTraining(
-            examples=TensorExamples(inputs, targets), options=options, seed=client, client_state=state or ClientState()
+        work = training.LocalTraining(
+            examples=training.TensorExamples(inputs, targets),
+            options=options,
+            seed=client,
+            client_state=state or ClientState(),
         )
-        train(Trainee(LEARNER, seed=1), model, work)
+        training.train(training.Trainee(LEARNER, seed=1), model, work)
         return model
 
     def make_loss(self, targets: torch.Tensor) -> LossFunction | None:

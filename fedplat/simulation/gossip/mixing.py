@@ -19,14 +19,7 @@ from fedplat.job import JobSpec
 from fedplat.simulation.clients import Fleet
 from fedplat.simulation.clients.links import LinkOptions
 from fedplat.simulation.gossip.checks import name_silo
-from fedplat.simulation.recording.result import (
-    AttemptResult,
-    GossipExchange,
-    ParticipationCounts,
-    Result,
-    Totals,
-    describe_end,
-)
+from fedplat.simulation.recording import result
 from fedplat.simulation.recording.statistics import Observer, measure_groups
 from fedplat.texts import format_count
 
@@ -52,7 +45,7 @@ class Mixing:
     observe: Observer | None = None
 
 
-def mix_without_training(run: Mixing) -> Result:
+def mix_without_training(run: Mixing) -> result.Result:
     """Mix random vectors for the rounds of a job, and until the silos agree.
 
     Raises `JobFileError` for a job whose mixing depends on real models.
@@ -68,7 +61,7 @@ def mix_without_training(run: Mixing) -> Result:
     values = np.random.default_rng(np.random.SeedSequence([run.seed, _START])).standard_normal((count, ENTRIES))
     weights = np.ones((count, 1))
     norm = math.sqrt(float(np.sum(values * values)) / count)
-    merged, now, records, agree = np.zeros(count, np.int64), 0.0, list[AttemptResult](), False
+    merged, now, records, agree = np.zeros(count, np.int64), 0.0, list[result.AttemptResult](), False
     outages = sorted({each.silo for each in run.links.dead})
     for number in range(1, spec.rounds + mode.settle_rounds + 1):
         dead = {silo for silo in outages if run.links.is_dead(silo, number)}
@@ -85,7 +78,7 @@ def mix_without_training(run: Mixing) -> Result:
         sent = np.bincount(links[:, 0], minlength=count) * model_bytes
         received = np.bincount(links[:, 1], minlength=count) * model_bytes
         begun, now = now, now + _exchange_s(run, links, model_bytes)
-        exchange = GossipExchange(
+        exchange = result.GossipExchange(
             silos=len(here),
             edges=len(edges),
             confirmed=len(confirmed),
@@ -94,7 +87,7 @@ def mix_without_training(run: Mixing) -> Result:
             reported=before / norm,
             busiest_bytes=float(np.max(sent + received)),
         )
-        record = AttemptResult(
+        record = result.AttemptResult(
             round=number,
             attempt=1,
             kind="TRAIN",
@@ -118,7 +111,7 @@ def mix_without_training(run: Mixing) -> Result:
             break
     status, reason = "COMPLETED", ""
     if now > run.until_s:
-        status, reason = "RUNNING", describe_end(run.until_s)
+        status, reason = "RUNNING", result.describe_end(run.until_s)
     elif not agree:
         rounds = format_count(mode.settle_rounds, "round")
         status, reason = "FAILED", f"the silos do not agree after {rounds} without training"
@@ -126,11 +119,11 @@ def mix_without_training(run: Mixing) -> Result:
 
 
 def _make_result(
-    run: Mixing, status: str, reason: str, records: Sequence[AttemptResult], merged: npt.NDArray[np.int64]
-) -> Result:
+    run: Mixing, status: str, reason: str, records: Sequence[result.AttemptResult], merged: npt.NDArray[np.int64]
+) -> result.Result:
     nothing = np.zeros_like(merged)
-    participation = ParticipationCounts(assigned=merged, merged=merged, late=nothing, failed=nothing)
-    totals = Totals(
+    participation = result.ParticipationCounts(assigned=merged, merged=merged, late=nothing, failed=nothing)
+    totals = result.Totals(
         duration_s=records[-1].ended_at,
         rounds=len(records),
         attempts=len(records),
@@ -146,7 +139,7 @@ def _make_result(
         events=0,
         batches=0,
     )
-    return Result(
+    return result.Result(
         job=run.spec.name,
         seed=run.seed,
         num_clients=run.fleet.num_clients,

@@ -17,18 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from fedplat.gossip import distance_from_mean, steps
-from fedplat.gossip.messages import (
-    KEY_BYTES,
-    Announcement,
-    BeginRing,
-    GossipEvent,
-    KeyOffered,
-    ModelMissed,
-    ModelReceived,
-    RingCompleted,
-    SiloAnnounced,
-)
+from fedplat.gossip import distance_from_mean, messages, steps
 from fedplat.gossip.state import GossipPhase, GossipState
 from fedplat.gossip.steps import AdoptMean, Contact, FetchModels, MixModels, Progress, ReduceModels, SendKey
 from fedplat.model import Parameters
@@ -75,7 +64,7 @@ class _Answer(NamedTuple):
     """What a silo reports, once it has arrived."""
 
     task: DeviceAssignment
-    event: GossipEvent
+    event: messages.GossipEvent
 
 
 class SiloBehaviour(ClientBehaviour):
@@ -141,13 +130,13 @@ class SiloBehaviour(ClientBehaviour):
         silo, number = self._silos[task.client], task.key.round
         self._models.publish(task.client, number)
         model = self._models.model_of(task.client).astype(np.float64)
-        announcement = Announcement(
+        announcement = messages.Announcement(
             digest=f"model-{task.client}-{number}",
             size_bytes=self._models.model_bytes,
             num_examples=float(self.work.fleet.examples[task.client]),
             squared_norm=float(model @ model),
         )
-        event = SiloAnnounced(task.client_id, number, announcement, silo.done.mixed_round)
+        event = messages.SiloAnnounced(task.client_id, number, announcement, silo.done.mixed_round)
         return SiloReported(task.key, task.client_id, (event,), silo.metrics)
 
     @override
@@ -264,7 +253,7 @@ class SiloBehaviour(ClientBehaviour):
             rate = min(fleet.download[receiver], fleet.upload[sender] / self._fan_out[1][each.contact.silo])
             ready += float(fleet.latency_s[receiver] + fleet.latency_s[sender] + size / rate)
             if is_lost:
-                self._send_at(ready, task, ModelMissed(task.client_id, each.contact.silo, state.round))
+                self._send_at(ready, task, messages.ModelMissed(task.client_id, each.contact.silo, state.round))
             else:
                 self.work.schedule(ready, self._receive, _Transfer(task, sender, size, each.digest))
 
@@ -274,20 +263,20 @@ class SiloBehaviour(ClientBehaviour):
             return None
         distance = self._models.store(task.client, transfer.sender)
         self._count_bytes([transfer.sender], [task.client], float(transfer.size))
-        event = ModelReceived(task.client_id, str(transfer.sender), state.round, transfer.digest, distance)
+        event = messages.ModelReceived(task.client_id, str(transfer.sender), state.round, transfer.digest, distance)
         return SiloReported(task.key, task.client_id, (event,))
 
-    def _offer_key(self, task: DeviceAssignment, found: SendKey, state: GossipState) -> KeyOffered:
-        return KeyOffered(
+    def _offer_key(self, task: DeviceAssignment, found: SendKey, state: GossipState) -> messages.KeyOffered:
+        return messages.KeyOffered(
             silo=task.client_id,
             round=state.round,
             attempt=found.attempt,
-            key=task.client.to_bytes(KEY_BYTES, "big"),  # stands for a key: masks change no result
+            key=task.client.to_bytes(messages.KEY_BYTES, "big"),  # stands for a key: masks change no result
             largest=self._models.largest(task.client),
             mixed_round=self._silos[task.client].done.mixed_round,
         )
 
-    def _reduce(self, task: DeviceAssignment, ring: BeginRing) -> None:
+    def _reduce(self, task: DeviceAssignment, ring: messages.BeginRing) -> None:
         """Plan when a silo of a ring has the mean."""
         silos = [int(member.silo) for member in ring.members]
         sent = 2 * (len(silos) - 1) / len(silos) * self._models.model_bytes
@@ -302,10 +291,10 @@ class SiloBehaviour(ClientBehaviour):
         latency = 2.0 * float(fleet.latency_s[silos].max())
         duration = 2 * (len(silos) - 1) * (latency + self._models.model_bytes / len(silos) / rate)
         away = self._models.distance_from(task.client, self._means[digest])
-        event = RingCompleted(task.client_id, ring.round, ring.attempt, digest, away)
+        event = messages.RingCompleted(task.client_id, ring.round, ring.attempt, digest, away)
         self._send_at(self.work.now + duration, task, event)
 
-    def _send_at(self, at: float, task: DeviceAssignment, event: GossipEvent) -> None:
+    def _send_at(self, at: float, task: DeviceAssignment, event: messages.GossipEvent) -> None:
         self.work.schedule(at, self._send, _Answer(task, event))
 
     def _send(self, answer: _Answer) -> Event | None:
@@ -374,4 +363,4 @@ class SiloBehaviour(ClientBehaviour):
 
 
 def _contact(silo: str) -> Contact:
-    return Contact(silo, bytes(KEY_BYTES))
+    return Contact(silo, bytes(messages.KEY_BYTES))
