@@ -14,8 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from fedplat.config import user_code
-from fedplat.config.plugins import has_absent
+from fedplat.config import plugins, user_code
 from fedplat.errors import JobFileError, ModelError, UserCodeError
 from fedplat.job import JobSpec, build_rule
 from fedplat.model import Parameters
@@ -27,7 +26,7 @@ def of_job(spec: JobSpec, folder: Path) -> Parameters:
     Nothing is added if a plugin of the job is absent.
     """
     parameters = resolve(spec.model.initial, folder)
-    if has_absent(spec):
+    if plugins.has_absent(spec):
         return parameters  # the server checks the model
     try:
         return build_rule(spec).requirements.extend(parameters)

@@ -8,11 +8,10 @@ from typing import Annotated, Literal, cast
 import msgspec
 from msgspec import Meta
 
-from fedplat import aggregate
+from fedplat import aggregate, errors
 from fedplat.aggregate import options as ranges
 from fedplat.config.plugins import BUILTIN, Plugins, build_checked, name_of
 from fedplat.config.toml import format_value, read_name, read_record, suggest
-from fedplat.errors import JobFileError
 
 Scalar = bool | int | float | str
 Count = Annotated[int, Meta(ge=1, le=1_000_000_000)]
@@ -72,18 +71,18 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         algorithm, options = None, None
         try:
             options = read_record(own, cls, "config.")
-        except JobFileError as exc:
+        except errors.JobFileError as exc:
             mistakes.append(str(exc))
         try:
             algorithm = read_algorithm(config, plugins)
-        except JobFileError as exc:
+        except errors.JobFileError as exc:
             mistakes.append(str(exc))
         if options is None or algorithm is None:
-            raise JobFileError("\n".join(mistakes))
+            raise errors.JobFileError("\n".join(mistakes))
         try:
             return msgspec.structs.replace(options, algorithm=algorithm)
         except ValueError as exc:
-            raise JobFileError(f"config.{exc}") from exc
+            raise errors.JobFileError(f"config.{exc}") from exc
 
     @property
     def keys(self) -> frozenset[str]:
@@ -197,7 +196,7 @@ def read_algorithm(config: Mapping[str, Scalar], plugins: Plugins = BUILTIN) -> 
     name = str(record.__struct_config__.tag)
     for key in record.__struct_fields__:
         if key in LocalOptions.__struct_fields__:
-            raise JobFileError(
+            raise errors.JobFileError(
                 f'config.algorithm = "{name}": {record.__name__} has a field {key}, which is an option of each local '
                 "training; expected another name"
             )
@@ -206,7 +205,7 @@ def read_algorithm(config: Mapping[str, Scalar], plugins: Plugins = BUILTIN) -> 
             continue  # its rule demands the algorithm, and other trainings have keys of these names
         for key in cast(type[msgspec.Struct], builtin).__struct_fields__:
             if config.get(key) and key not in record.__struct_fields__:
-                raise JobFileError(
+                raise errors.JobFileError(
                     f'config.{key} = {format_value(config[key])}: only the algorithm "{other}" has it, and this is '
                     f'"{name}"'
                 )

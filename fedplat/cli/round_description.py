@@ -10,8 +10,7 @@ import typer
 
 from fedplat.admin import AdminClient, descriptions
 from fedplat.admin.descriptions import largest_loss, list_facts
-from fedplat.cli import formats, lists, watch
-from fedplat.cli.options import JsonOption, ServerOption
+from fedplat.cli import formats, lists, options, watch
 from fedplat.cli.output import ListColumn, ListLayout, Output, to_record
 from fedplat.cli.session import FormatOption, JobArgument, session
 from fedplat.texts import format_count
@@ -37,8 +36,8 @@ def describe_round(  # noqa: PLR0913 - a command's parameters are its options
         int | None, typer.Option(metavar="N", min=1, help="Attempt at the round. Default: the last.")
     ] = None,
     form: FormatOption = None,
-    server: ServerOption = None,
-    as_json: JsonOption = False,
+    server: options.ServerOption = None,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Describe a round: its funnel, the reasons why clients did not contribute, and outcomes by label."""
     with session(context, server, as_json, form=form) as command:

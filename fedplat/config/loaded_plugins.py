@@ -19,8 +19,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from fedplat.config import user_code
-from fedplat.config.decoding import prepare_type
+from fedplat.config import decoding, user_code
 from fedplat.config.plugins import (
     BUILTIN,
     ENTRY_POINTS,
@@ -193,8 +192,8 @@ def decode_with_plugins(content: bytes, record: type[Request]) -> Request:
 
     Raises `PluginError` or `UserCodeError` if one of them cannot be used.
     """
-    plugins = load_references(msgspec.msgpack.decode(content, type=prepare_type(_WithPlugins)).plugins)
-    return msgspec.msgpack.decode(content, type=prepare_type(record), dec_hook=plugins.table.decode)
+    plugins = load_references(msgspec.msgpack.decode(content, type=decoding.prepare_type(_WithPlugins)).plugins)
+    return msgspec.msgpack.decode(content, type=decoding.prepare_type(record), dec_hook=plugins.table.decode)
 
 
 class _WithPlugins(Struct, frozen=True):

@@ -27,10 +27,9 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from fedplat.gossip import messages, shares, stated
+from fedplat.gossip import messages, shares, stated, topology
 from fedplat.gossip.consensus import Consensus
 from fedplat.gossip.state import GossipPhase, GossipRules, GossipState
-from fedplat.gossip.topology import draw_edges, metropolis, push_sum
 from fedplat.texts import format_count
 
 Step = tuple[GossipState, tuple[messages.GossipCommand, ...]]
@@ -273,7 +272,7 @@ def _close_announcing(state: GossipState) -> Step:
     if state.rules.options.exchange == "ring":
         return _request_keys(_change(state, attempt=state.attempt + 1))
     options = state.rules.options
-    edges = [(names[a], names[b]) for a, b in draw_edges(options, names, state.round).tolist()]
+    edges = [(names[a], names[b]) for a, b in topology.draw_edges(options, names, state.round).tolist()]
     links = {name: set[str]() for name in names}  # the senders of each receiver
     for first, second in edges:
         links[second].add(first)
@@ -308,7 +307,7 @@ def _commit_rows(state: GossipState) -> Step:
         if _has_received(state, second, first) and (options.is_directed or _has_received(state, first, second))
     ]
     edges = np.array([(positions[a], positions[b]) for a, b in pairs], np.int64).reshape(-1, 2)
-    links = (push_sum if options.is_directed else metropolis)(len(names), edges)
+    links = (topology.push_sum if options.is_directed else topology.metropolis)(len(names), edges)
     rows: dict[str, messages.CommitRow] = {}
     for name, position in positions.items():
         own, weights = links.row(position)

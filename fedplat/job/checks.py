@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedplat import aggregate, codecs, modes
+from fedplat import aggregate, codecs, modes, sampling
 from fedplat.aggregate.easgd import NAME as EASGD
 from fedplat.config.plugins import build_checked, has_absent, name_of
 from fedplat.job import combinations, elastic_checks, gossip_checks, privacy_checks, secure_checks
@@ -10,7 +10,6 @@ from fedplat.job.combinations import CYCLIC, DISTILL, STALE_SYNCHRONOUS, find_co
 from fedplat.job.pool import PoolOptions, ServerStep
 from fedplat.job.secure_checks import RULES_ON_MEAN
 from fedplat.job.tables import JobTables
-from fedplat.sampling import Uniform
 
 NO_PRIVACY = (
     "privacy: the ServerApp reads the replies of single clients, so no guarantee would hold; expected no table "
@@ -114,7 +113,7 @@ def _check_stale_synchronous(spec: JobTables, mode: modes.StaleSynchronous) -> N
             f"selection.min_separation = {selection.min_separation}: the others would wait for the slowest client "
             'while it rests; expected 0 with mode.kind = "ssp"'
         )
-    if selection.sampling != Uniform():
+    if selection.sampling != sampling.Uniform():
         raise ValueError(
             f'selection.sampling.policy = "{name_of(selection.sampling)}": the clocks decide who trains next; expected '
             '"uniform" with mode.kind = "ssp"'
@@ -129,7 +128,7 @@ def _check_cyclic(spec: JobTables) -> None:
             f'selection.goal = {selection.goal}: with mode.kind = "cyclic" a round is the turn of one client; expected '
             "goal = 1"
         )
-    if selection.sampling != Uniform():
+    if selection.sampling != sampling.Uniform():
         raise ValueError(
             f'selection.sampling.policy = "{name_of(selection.sampling)}": each client has one turn in a cycle; '
             'expected "uniform" with mode.kind = "cyclic"'
@@ -149,7 +148,7 @@ def _check_flower(spec: JobTables) -> None:
         name = part.partition(".")[0]
         raise ValueError(f"{name}: the Flower app decides about it; expected no such key with the table [flower]")
     selection = spec.selection
-    if selection.sampling != Uniform() or selection.min_separation or selection.wait_for:
+    if selection.sampling != sampling.Uniform() or selection.min_separation or selection.wait_for:
         raise ValueError(
             "selection: the Flower app draws the clients; expected none of sampling, min_separation and wait_for with "
             "the table [flower]"

@@ -13,25 +13,20 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from fedplat import aggregate
-from fedplat.config import toml
-from fedplat.config.plugin_objects import adopt_fields
+from fedplat import aggregate, errors
+from fedplat.config import plugin_objects, toml
 from fedplat.config.plugins import BUILTIN, Plugins, build_checked, has_absent, name_of
 from fedplat.config.toml_text import write_toml
-from fedplat.errors import JobFileError
-from fedplat.job import checks
-from fedplat.job.copies import describe_copies
-from fedplat.job.sections import Scalar
-from fedplat.job.tables import JobTables
+from fedplat.job import checks, copies, sections, tables
 from fedplat.model import Parameters
 from fedplat.privacy import Privacy
 
 
-class JobSpec(JobTables, frozen=True, forbid_unknown_fields=True):
+class JobSpec(tables.JobTables, frozen=True, forbid_unknown_fields=True):
     """A training job."""
 
     def __post_init__(self) -> None:
-        adopt_fields(self)
+        plugin_objects.adopt_fields(self)
         _check_values(self.config, "config")
         if self.flower is not None:
             _check_values(self.flower.run_config, "flower.run_config")
@@ -60,7 +55,7 @@ def check_algorithm(spec: JobSpec, plugins: Plugins = BUILTIN) -> None:
     key = "config.algorithm"
     given = toml.read_name(spec.config.get("algorithm", "sgd"), aggregate.LOCAL_ALGORITHM, key, plugins)
     if not issubclass(given, required):
-        raise JobFileError(
+        raise errors.JobFileError(
             f'aggregation.rule = "{name_of(spec.aggregation)}": clients must run their part of it; expected [config] '
             f"algorithm = a name of the class {required.__name__} ({required.__module__}), and "
             f'"{given.__struct_config__.tag}" is another'
@@ -81,13 +76,13 @@ def job_file(spec: JobSpec) -> str:
 def check_main(initial: str) -> None:
     """Raise `JobFileError` if `model.initial` names a function that only the running program has."""
     if initial.startswith("__main__:"):
-        raise JobFileError(
+        raise errors.JobFileError(
             f'model.initial = "{initial}": the function is defined in a notebook or script; expected a function of a '
             "module, module:function, or a .safetensors file"
         )
 
 
-def _check_values(values: Mapping[str, Scalar], table: str) -> None:
+def _check_values(values: Mapping[str, sections.Scalar], table: str) -> None:
     """Raise `ValueError` for values that cannot be sent to clients."""
     if len(values) > 1000:
         raise ValueError(f"{table} has {len(values)} keys; expected at most 1000")
@@ -121,7 +116,7 @@ def read_newer(job_file: str, privacy: Mapping[str, Any] | None) -> JobSpec:
     """
     raw = toml.read_toml(job_file)
     if ("privacy" in raw) != (privacy is not None):
-        raise JobFileError("privacy: the job file and the stored [privacy] do not agree")
+        raise errors.JobFileError("privacy: the job file and the stored [privacy] do not agree")
     readable = toml.readable_part({key: value for key, value in raw.items() if key != "privacy"}, JobSpec)
     spec = toml.read_record(
         {**_PLACEHOLDERS, **readable, "aggregation": {"rule": _UNREADABLE}}, JobSpec, plugins=_ABSENT
@@ -138,13 +133,13 @@ def _read_privacy(stored: Mapping[str, Any]) -> Privacy:
     """Return options that withhold what the stored ones withhold; their promise is not known."""
     try:
         return toml.read_record({**_PRIVACY, **toml.readable_part(stored, Privacy)}, Privacy)
-    except JobFileError:  # each key is valid, but not all together
+    except errors.JobFileError:  # each key is valid, but not all together
         return toml.read_record(_PRIVACY, Privacy)
 
 
 def warnings(spec: JobSpec, model: Parameters | None = None) -> list[str]:
     """Return a warning for each setting that lets one client dominate a job, or does not suit its initial model."""
-    found = [] if model is None else [*describe_coarse_steps(spec, model), *describe_copies(spec, model)]
+    found = [] if model is None else [*describe_coarse_steps(spec, model), *copies.describe_copies(spec, model)]
     updates = spec.updates
     if spec.flower is not None or spec.secure_aggregation is not None or spec.gossip is not None:
         # Its strategy decides what an update may weigh, clients clip and weigh theirs by at most 1, or no one sees one.

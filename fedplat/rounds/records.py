@@ -15,11 +15,9 @@ from typing import NamedTuple, Self
 
 from msgspec import Struct, field, structs
 
-from fedplat.aggregate import Contribution
+from fedplat import aggregate, job
 from fedplat.config.loaded_plugins import PluginVersion
-from fedplat.job import JobSpec
-from fedplat.rounds import states
-from fedplat.rounds.persistent_map import PersistentMap, to_persistent
+from fedplat.rounds import persistent_map, states
 
 
 class AttemptKey(NamedTuple):
@@ -108,9 +106,9 @@ class Assignment(Struct, frozen=True):
         return self.state in states.OPEN_STATES
 
     @property
-    def contribution(self) -> Contribution:
+    def contribution(self) -> aggregate.Contribution:
         """The contribution of the reported update to the job's rule; the same each time it is folded."""
-        return Contribution(self.weight, self.num_examples, self.metrics, self.staleness, self.client_id)
+        return aggregate.Contribution(self.weight, self.num_examples, self.metrics, self.staleness, self.client_id)
 
 
 class AssignmentSet(Struct, frozen=True, kw_only=True):
@@ -121,7 +119,7 @@ class AssignmentSet(Struct, frozen=True, kw_only=True):
     over all of them.
     """
 
-    assignments: Mapping[str, Assignment] = field(default_factory=PersistentMap[Assignment])
+    assignments: Mapping[str, Assignment] = field(default_factory=persistent_map.PersistentMap[Assignment])
     counts: Mapping[states.AssignmentState, int] = field(default_factory=dict[states.AssignmentState, int])
     next_deadline: float | None = None
     last_report: int = 0
@@ -175,7 +173,7 @@ class AssignmentSet(Struct, frozen=True, kw_only=True):
                 earlier = assignment.deadline_at if next_deadline is None else next_deadline
                 next_deadline = min(assignment.deadline_at, earlier)
             last_report = max(last_report, assignment.report_number or 0)
-        assignments = to_persistent(self.assignments).update(latest)
+        assignments = persistent_map.to_persistent(self.assignments).update(latest)
         return structs.replace(
             self, assignments=assignments, counts=counts, next_deadline=next_deadline, last_report=last_report
         )
@@ -319,7 +317,7 @@ class JobState(Struct, frozen=True):
     """
 
     job_id: str
-    spec: JobSpec
+    spec: job.JobSpec
     latest: ModelVersion
     status: states.JobStatus = states.JobStatus.DRAFT
     reason: str = ""

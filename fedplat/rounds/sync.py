@@ -10,20 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fedplat.rounds import attempts, events, operators, restart
-from fedplat.rounds.commands import Context, Transition
+from fedplat.rounds import attempts, commands, events, operators, records, restart
 from fedplat.rounds.protocols.base import Handler, protocol_of, training_of
 from fedplat.rounds.protocols.registry import OF_EVENTS
-from fedplat.rounds.records import JobState
 
 
-def step(job: JobState, event: events.JobEvent, context: Context) -> Transition:
+def step(job: records.JobState, event: events.JobEvent, context: commands.Context) -> commands.Transition:
     """Apply one event to one job."""
     handler = COMMON.get(type(event)) or training_of(job).handlers.get(type(event)) or OF_EVENTS[type(event)]
     return handler(job, event, context)
 
 
-def advance(job: JobState, context: Context) -> Transition | None:
+def advance(job: records.JobState, context: commands.Context) -> commands.Transition | None:
     """Open the next attempt or end the job, if it is time to; None if there is nothing to do."""
     attempt = job.open_attempt
     if attempt is None:

@@ -29,9 +29,8 @@ import numpy.typing as npt
 from msgspec import Meta
 from typing_extensions import override
 
+from fedplat.sampling import uniform, weighted
 from fedplat.sampling.candidates import BasePolicy, Candidates, ClientHistory
-from fedplat.sampling.uniform import draw_uniformly
-from fedplat.sampling.weighted import draw_by_weight, fill_missing_weights, to_weights
 
 CLIPPED_QUANTILE = 0.95
 CUT_OFF = 0.95
@@ -92,9 +91,9 @@ class Oort(BasePolicy, frozen=True, forbid_unknown_fields=True, tag_field="polic
 
     def _explore(self, unexplored: _Indices, candidates: Candidates, count: int, rng: np.random.Generator) -> list[int]:
         if not self.speed:
-            return unexplored[draw_uniformly(len(unexplored), count, rng)].tolist()
-        speeds = to_weights(candidates.values_of(self.speed))[unexplored]
-        return unexplored[draw_by_weight(fill_missing_weights(speeds), count, rng)].tolist()
+            return unexplored[uniform.draw_uniformly(len(unexplored), count, rng)].tolist()
+        speeds = weighted.to_weights(candidates.values_of(self.speed))[unexplored]
+        return unexplored[weighted.draw_by_weight(weighted.fill_missing_weights(speeds), count, rng)].tolist()
 
     def _exploit(
         self, histories: Sequence[ClientHistory], candidates: Candidates, count: int, rng: np.random.Generator
@@ -105,7 +104,7 @@ class Oort(BasePolicy, frozen=True, forbid_unknown_fields=True, tag_field="polic
         scores = self.scores(histories, candidates.round, preferred_s)
         cut_off = CUT_OFF * np.partition(scores, -count)[-count]
         admitted = np.flatnonzero(scores >= cut_off)
-        return admitted[draw_by_weight(scores[admitted], count, rng)]
+        return admitted[weighted.draw_by_weight(scores[admitted], count, rng)]
 
     def scores(self, histories: Sequence[ClientHistory], round_: int, preferred_s: float) -> _Numbers:
         """Compute Util(i) of Algorithm 1, the expected utility of each client in this round."""

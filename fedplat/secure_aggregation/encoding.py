@@ -25,9 +25,8 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from fedplat.codecs.codec import PlainSource
+from fedplat.codecs import codec, packing
 from fedplat.codecs.hadamard import hadamard
-from fedplat.codecs.packing import pack, packed_bytes, unpack
 from fedplat.errors import CodecError, SecureAggregationError
 from fedplat.model import Vector, VectorBlocks, blocks
 from fedplat.model.blocks import l2_norm
@@ -188,7 +187,7 @@ def write_file(setup: Setup, masked: Encoded) -> Iterator[bytes]:
         columns = np.ascontiguousarray(masked[block], "<u4").view(np.uint8).reshape(-1, 4)
         yield columns[:, :whole].tobytes()
         if rest:
-            yield pack(columns[:, whole] & np.uint8(2**rest - 1), rest)
+            yield packing.pack(columns[:, whole] & np.uint8(2**rest - 1), rest)
 
 
 def check_file(path: Path, setup: Setup) -> None:
@@ -216,7 +215,7 @@ def _header(setup: Setup) -> bytes:
 
 def _entries_bytes(count: int, modulus: int) -> int:
     whole, rest = divmod(modulus, 8)
-    return whole * count + (packed_bytes(count, rest) if rest else 0)
+    return whole * count + (packing.packed_bytes(count, rest) if rest else 0)
 
 
 def _open(file: IO[bytes], setup: Setup) -> None:
@@ -240,7 +239,7 @@ def _read(file: IO[bytes], count: int, modulus: int) -> Encoded:
     columns[:, :whole] = np.frombuffer(content, np.uint8, whole * count).reshape(count, whole)
     if rest:
         try:
-            columns[:, whole] = unpack(PlainSource(memoryview(content)[whole * count :]), count, rest)
+            columns[:, whole] = packing.unpack(codec.PlainSource(memoryview(content)[whole * count :]), count, rest)
         except CodecError as exc:
             raise SecureAggregationError(f"the masked update is invalid: {exc}") from exc
     return columns.view("<u4").reshape(-1)

@@ -22,8 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import distributed
 
-from fedplat import texts
-from fedplat.errors import TrainingError
+from fedplat import errors, texts
 from fedplat.pytorch.distributed import launchers
 
 Backend: TypeAlias = Literal["auto", "gloo", "nccl", "mpi"]
@@ -301,4 +300,4 @@ def work_in_steps(ranks: Ranks, steps: Iterator[object], what: str) -> None:
             text = texts.describe(exc)
         for rank, error in enumerate(ranks.all_gather(text.encode())):
             if error:
-                raise TrainingError(f"{what} cannot be used on rank {rank}: {error.decode()}")
+                raise errors.TrainingError(f"{what} cannot be used on rank {rank}: {error.decode()}")

@@ -13,10 +13,9 @@ from typing import Any, Protocol, TypeAlias, cast
 import torch
 from torch import nn
 
+from fedplat import local_options, model
 from fedplat.aggregate.local import Arrays, Correction, LossFunction
 from fedplat.errors import ModelError
-from fedplat.local_options import LocalOptions
-from fedplat.model import Parameters
 from fedplat.pytorch import convert as backend
 
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -66,7 +65,7 @@ class Stepper:
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        options: LocalOptions,
+        options: local_options.LocalOptions,
         learning_rate: float,
         algorithm: StepAlgorithm,
         make_optimizer: MakeOptimizer | None = None,
@@ -173,14 +172,14 @@ class Stepper:
         self._exchange = {}
         return done
 
-    def restore(self, stored: Parameters | None) -> None:
+    def restore(self, stored: model.Parameters | None) -> None:
         """Continue with the state of an optimizer that `pack` returned, before the first step."""
         if stored is not None:
             restore_state(self._state_owner, self._parameters, stored)
         if isinstance(self._optimizer, _PlainSgd):
             self._optimizer.sgd.look_ahead(self._parameters)
 
-    def pack(self) -> Parameters:
+    def pack(self) -> model.Parameters:
         """Return the state of the optimizer, after the last step. Raises `ValueError` if it cannot be stored."""
         if isinstance(self._optimizer, _PlainSgd):
             self._optimizer.sgd.look_ahead(self._parameters, -1.0)
@@ -233,7 +232,7 @@ def _update_singly(optimizer: _Optimizer) -> None:
             group["foreach"] = False
 
 
-def _dtype(options: LocalOptions, device: torch.device) -> torch.dtype | None:
+def _dtype(options: local_options.LocalOptions, device: torch.device) -> torch.dtype | None:
     """Return the dtype of mixed precision, or None. Raises `ValueError` if the device does not support it."""
     match options.precision, device.type:
         case "fp32", _:
@@ -299,7 +298,7 @@ ENTRY = "optimizer"
 _VELOCITY = "momentum_buffer"
 
 
-def pack_state(optimizer: torch.optim.Optimizer | Sgd, parameters: Mapping[str, nn.Parameter]) -> Parameters:
+def pack_state(optimizer: torch.optim.Optimizer | Sgd, parameters: Mapping[str, nn.Parameter]) -> model.Parameters:
     """Return the state of an optimizer. Raises `ValueError` for state other than tensors and numbers."""
     tensors: dict[str, torch.Tensor] = {}
     for name, state in _read_state(optimizer, parameters).items():
@@ -316,7 +315,7 @@ def pack_state(optimizer: torch.optim.Optimizer | Sgd, parameters: Mapping[str, 
 
 
 def restore_state(
-    optimizer: torch.optim.Optimizer | Sgd, parameters: Mapping[str, nn.Parameter], stored: Parameters
+    optimizer: torch.optim.Optimizer | Sgd, parameters: Mapping[str, nn.Parameter], stored: model.Parameters
 ) -> None:
     """Restore a state that `pack_state` returned; that of parameters which are not there any more is left out.
 

@@ -22,7 +22,7 @@ from fedplat.gossip import coordinator as gossip
 from fedplat.gossip import messages, shares, steps
 from fedplat.gossip.state import GossipPhase, GossipRules, GossipState, state_from_builtins, state_to_builtins
 from fedplat.job import JobSpec
-from fedplat.rounds import attempts, closing, futility, selection, states
+from fedplat.rounds import attempts, closing, demand, futility, privacy_rules, selection, states
 from fedplat.rounds.commands import (
     Command,
     Context,
@@ -32,9 +32,7 @@ from fedplat.rounds.commands import (
     end_assignment,
     put_assignment,
 )
-from fedplat.rounds.demand import Demand
 from fedplat.rounds.events import CandidatesDrawn, JobEvent, SiloReported, SilosLost
-from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat.rounds.protocols.base import Ending, Membership, PhaseProgress, RoundProtocol, register
 from fedplat.rounds.records import NO_FUTILE, Assignment, Attempt, AttemptKey, JobState, ModelVersion
 from fedplat.texts import format_count
@@ -314,7 +312,7 @@ def _advertise(job: JobState, announced: messages.SiloAnnounced, event: SiloRepo
         digest=model.digest,
         num_examples=model.num_examples,
         weight=model.num_examples if state_of(job).rules.by_examples else 1.0,
-        metrics=disclosure_of(job.spec).kept_metrics(event.metrics),
+        metrics=privacy_rules.disclosure_of(job.spec).kept_metrics(event.metrics),
         took_s=context.now - assignment.assigned_at,
         staleness=0,
     )
@@ -402,7 +400,7 @@ def _read_state(stored: object, spec: JobSpec) -> GossipState | None:
     return state_from_builtins(stored, make_rules(spec))
 
 
-def _demand(job: JobState, attempt: Attempt) -> Demand | None:
+def _demand(job: JobState, attempt: Attempt) -> demand.Demand | None:
     """Demand silos while models are announced; they are assigned as they arrive."""
     free = attempt.target - attempt.num_busy
     wants = wants_silos(attempt) and free > 0

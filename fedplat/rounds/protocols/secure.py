@@ -15,8 +15,7 @@ from msgspec import structs
 from fedplat.errors import SecureAggregationError
 from fedplat.job import JobSpec
 from fedplat.job.secure import group_minimum, num_groups, require_secure
-from fedplat.rounds import attempts, closing, commands, events, restart
-from fedplat.rounds.changes import MESSAGE_KINDS
+from fedplat.rounds import attempts, changes, closing, commands, events, restart
 from fedplat.rounds.commands import ACCEPTED, Context, Transition, Verdict
 from fedplat.rounds.demand import Demand
 from fedplat.rounds.protocols import averaging, secure_phases
@@ -24,8 +23,7 @@ from fedplat.rounds.protocols.base import AttemptSizes, Ending, PhaseProgress, R
 from fedplat.rounds.protocols.secure_phases import messages_of
 from fedplat.rounds.records import Assignment, Attempt, JobState, SecureMessages
 from fedplat.rounds.states import ASSIGNMENT_TRANSITIONS, REASON_TEXTS, AssignmentState, AttemptPhase, Reason, require
-from fedplat.secure_aggregation.messages import KeyAdvertisement
-from fedplat.secure_aggregation.setup import FEATURE
+from fedplat.secure_aggregation import messages, setup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +53,7 @@ _ANSWER = _Step("answer", AttemptPhase.UNMASKING, AssignmentState.REPORTED, froz
 def list_sent(assignment: Assignment) -> Mapping[str, bytes]:
     """Return the messages that a client has sent, by their kinds."""
     part = assignment.secure
-    return {} if part is None else {kind: sent for kind in MESSAGE_KINDS if (sent := getattr(part, kind))}
+    return {} if part is None else {kind: sent for kind in changes.MESSAGE_KINDS if (sent := getattr(part, kind))}
 
 
 def forget(attempt: Attempt) -> Attempt:
@@ -214,7 +212,7 @@ def _describe_key_fault(attempt: Attempt, content: bytes) -> str:
     A key in the message of another client is found as bytes: decoding the messages of all for each takes long.
     """
     try:
-        keys = KeyAdvertisement.from_bytes(content)
+        keys = messages.KeyAdvertisement.from_bytes(content)
     except SecureAggregationError as exc:
         return str(exc)
     if keys.encryption_key == keys.masking_key:
@@ -288,7 +286,7 @@ SECURE = register(
     RoundProtocol(
         name="secure",
         has_masks=True,
-        features=frozenset({FEATURE}),
+        features=frozenset({setup.FEATURE}),
         first_phase=AttemptPhase.ADVERTISING,
         handlers={
             events.KeysAdvertised: on_keys,

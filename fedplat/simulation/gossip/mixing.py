@@ -13,15 +13,13 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from fedplat.errors import JobFileError
+from fedplat import errors, job, texts
 from fedplat.gossip import Gossip, distance_from_mean, draw_edges, metropolis, mix_all, push_all, push_sum
-from fedplat.job import JobSpec
 from fedplat.simulation.clients import Fleet
 from fedplat.simulation.clients.links import LinkOptions
 from fedplat.simulation.gossip.checks import name_silo
 from fedplat.simulation.recording import result
 from fedplat.simulation.recording.statistics import Observer, measure_groups
-from fedplat.texts import format_count
 
 ENTRIES = 16
 """The number of entries of a vector that stands for a model; the distance of silos does not depend on it."""
@@ -36,7 +34,7 @@ class Mixing:
     `observe` is called with each round.
     """
 
-    spec: JobSpec
+    spec: job.JobSpec
     fleet: Fleet
     links: LinkOptions
     seed: int
@@ -54,7 +52,7 @@ def mix_without_training(run: Mixing) -> result.Result:
     assert mode is not None
     if mode.exchange == "ring" or spec.compression.uplink is not None:
         name = "mode.exchange" if mode.exchange == "ring" else "compression.uplink"
-        raise JobFileError(
+        raise errors.JobFileError(
             f"{name}: without training there are no models to compute it with; simulate it with simulation.training = "
             "true"
         )
@@ -113,7 +111,7 @@ def mix_without_training(run: Mixing) -> result.Result:
     if now > run.until_s:
         status, reason = "RUNNING", result.describe_end(run.until_s)
     elif not agree:
-        rounds = format_count(mode.settle_rounds, "round")
+        rounds = texts.format_count(mode.settle_rounds, "round")
         status, reason = "FAILED", f"the silos do not agree after {rounds} without training"
     return _make_result(run, status, reason, records, merged)
 

@@ -21,11 +21,9 @@ from fedplat.gossip import distance_from_mean, messages, steps
 from fedplat.gossip.state import GossipPhase, GossipState
 from fedplat.gossip.steps import AdoptMean, Contact, FetchModels, MixModels, Progress, ReduceModels, SendKey
 from fedplat.model import Parameters
-from fedplat.rounds import Attempt, JobState
-from fedplat.rounds.commands import Abort, NextStep
+from fedplat.rounds import Attempt, JobState, commands, states
 from fedplat.rounds.events import AssignmentFailed, Event, SiloReported, SilosLost
 from fedplat.rounds.protocols.gossip import state_of
-from fedplat.rounds.states import AssignmentState, AttemptPhase, Reason
 from fedplat.simulation.clients.device import DeviceAssignment, Sizes
 from fedplat.simulation.gossip.silos import SiloTraining
 from fedplat.simulation.protocols.base import ClientBehaviour, ClientWork
@@ -121,7 +119,7 @@ class SiloBehaviour(ClientBehaviour):
             return None
         if metrics is None:
             text = "the trained model cannot be used (has the training diverged?)"
-            return AssignmentFailed(task.key, task.client_id, Reason.TRAINER_ERROR, text)
+            return AssignmentFailed(task.key, task.client_id, states.Reason.TRAINER_ERROR, text)
         return self._announce(task)
 
     def _announce(self, task: DeviceAssignment) -> Event | None:
@@ -144,9 +142,9 @@ class SiloBehaviour(ClientBehaviour):
         self._drop_training(task)
 
     @override
-    def stop(self, task: DeviceAssignment, command: Abort) -> None:
+    def stop(self, task: DeviceAssignment, command: commands.Abort) -> None:
         self.work.forget(task)
-        if command.reason is not Reason.TRAIN_TIMEOUT:
+        if command.reason is not states.Reason.TRAIN_TIMEOUT:
             self._drop_training(task)
         if self._silos[task.client].training is not task:  # else it trains on
             self.work.idle.on_finished(task.client, self.work.now, failed=False)
@@ -186,7 +184,7 @@ class SiloBehaviour(ClientBehaviour):
     # --- the phases of a round -------------------------------------------------------------------------------
 
     @override
-    def on_next_step(self, command: NextStep) -> None:
+    def on_next_step(self, command: commands.NextStep) -> None:
         attempt = self.work.job.open_attempt
         if attempt is None or attempt.key != command.key:
             return  # it has ended: `on_attempt_ended`
@@ -317,11 +315,11 @@ class SiloBehaviour(ClientBehaviour):
     def on_attempt_ended(self, job: JobState, attempt: Attempt) -> None:
         """Let the silos of a round mix, measure how far apart they are, and release them; others are aborted."""
         state, number = state_of(job), attempt.key.round
-        if attempt.phase is not AttemptPhase.COMMITTED:
+        if attempt.phase is not states.AttemptPhase.COMMITTED:
             return
         for name, assignment in attempt.assignments.items():
             task = self.work.tasks.get(int(name))
-            if task is None or task.key != attempt.key or assignment.state is not AssignmentState.MERGED:
+            if task is None or task.key != attempt.key or assignment.state is not states.AssignmentState.MERGED:
                 continue
             if self._links.is_dead(task.client, number, at_end=True) and self._links.is_dead(task.client, number + 1):
                 self._die(task)  # it mixes when it is back

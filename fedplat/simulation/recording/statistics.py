@@ -17,8 +17,7 @@ from fedplat.simulation.clients import Fleet
 from fedplat.simulation.clients.availability import Clients
 from fedplat.simulation.clients.device import DeviceAssignment
 from fedplat.simulation.recording import result
-from fedplat.simulation.secure.costs import StepCost
-from fedplat.simulation.secure.sums import SecureStep
+from fedplat.simulation.secure import costs, sums
 
 Observer = Callable[[result.AttemptResult], None]
 _COUNTED = (AssignmentState.MERGED, AssignmentState.LATE, AssignmentState.FAILED)
@@ -32,18 +31,18 @@ class SecureStatistics:
         self.dropped: Counter[str] = Counter()
         self.num_groups, self.server_s = 0, 0.0
         self._steps: Counter[str] = Counter()
-        self._paid: dict[str, StepCost] = {}
+        self._paid: dict[str, costs.StepCost] = {}
 
-    def on_step(self, step: SecureStep) -> None:
+    def on_step(self, step: sums.SecureStep) -> None:
         """Count a step."""
         self._steps[step.phase.value] += 1
         client_id = step.task.client_id
-        self._paid[client_id] = self._paid.get(client_id, StepCost()).plus(step.cost)
+        self._paid[client_id] = self._paid.get(client_id, costs.StepCost()).plus(step.cost)
 
     def costs_of(self, attempt: Attempt) -> result.SecureCosts:
         """Return the costs of an attempt that has ended."""
         merged = [each.client_id for each in attempt.assignments.values() if each.state is AssignmentState.MERGED]
-        total = functools.reduce(StepCost.plus, (self._paid[each] for each in merged), StepCost())
+        total = functools.reduce(costs.StepCost.plus, (self._paid[each] for each in merged), costs.StepCost())
         bytes_down, bytes_up, client_s = (value / max(len(merged), 1) for value in total)
         return result.SecureCosts(
             groups=self.num_groups,
@@ -78,7 +77,7 @@ class RunStatistics:
         self._collecting_at.setdefault(key, now)
         self.bytes_down += bytes_down
 
-    def on_step(self, step: SecureStep) -> None:
+    def on_step(self, step: sums.SecureStep) -> None:
         """Count a step of secure aggregation that a client has taken."""
         self.bytes_down += step.cost.bytes_down
         self.bytes_up += step.cost.bytes_up
