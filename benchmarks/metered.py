@@ -38,7 +38,7 @@ class Counts:
         path.write_bytes(bytes(_RECORD.size))
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), _RECORD.size)
-        self._values = dict.fromkeys(NAMES, 0)
+        self._values: dict[str, int] = dict.fromkeys(NAMES, 0)
         self._lock = threading.Lock()
 
     def add(self, name: str, number: int = 1) -> None:
