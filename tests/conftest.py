@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 
 from faults import table
-from support import costs, order, storm
+from support import costs, order, process_logs, storm
 
 # Threads that wait for each other on busy cores make small matrices many times slower. Libraries read these variables
 # when they are imported, here and in each process that a test starts.
@@ -33,6 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     costs.register(config)
+    config.pluginmanager.register(process_logs)
 
 
 @pytest.fixture(autouse=True)

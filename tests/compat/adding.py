@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from fedplat.admin import AdminClient
 from fedplat.model import Parameters
-from support import processes, releases
+from support import process_logs, processes, releases
 from support.jobs import write_job
 
 TRAINER = Path(__file__).parent / "trainer.py"
@@ -93,7 +93,7 @@ def start_client(
     folder.mkdir(parents=True, exist_ok=True)
     command = release.command("fedplat-client", "run", "--trainer", f"add={TRAINER}:train", "--data-dir", str(folder))
     environment = releases.environment(FEDPLAT_TICKET=ticket, CLIENT_NUMBER=str(number), OMP_NUM_THREADS="1")
-    with (folder.parent / f"{folder.name}.log").open("ab") as log:
+    with process_logs.open_log(folder.parent / f"{folder.name}.log") as log:
         return subprocess.Popen([*command, *options], stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
 
 

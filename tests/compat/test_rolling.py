@@ -24,7 +24,7 @@ from fedplat.admin import AdminClient, submission
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
-from support import migrations, processes, releases, shared_daemons
+from support import migrations, process_logs, processes, releases, shared_daemons
 from support.jobs import write_job
 from support.releases import MAIN
 from support.shared_daemons import Daemon
@@ -55,7 +55,7 @@ class Fleet:
         path.write_text(ticket)
         arguments = [HERE / "fleet.py", path, folder, count, gate]
         command = release.command("python", "-P", *map(str, arguments))
-        with (folder / "log").open("ab") as log:
+        with process_logs.open_log(folder / "log") as log:
             self.process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=log, text=True, env=releases.environment(OMP_NUM_THREADS="1")
             )

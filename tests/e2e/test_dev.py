@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from support import processes
+from support import process_logs, processes
 
 TRAINER = """
 import pathlib
@@ -63,7 +63,7 @@ class Terminal:
 
     @contextlib.contextmanager
     def started(self, command: str, log: str) -> Generator[subprocess.Popen[bytes]]:
-        with (self.home / log).open("wb") as output:
+        with process_logs.open_log(self.home / log) as output:
             process = subprocess.Popen(
                 command.split(),
                 cwd=self.home,

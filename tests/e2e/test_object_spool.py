@@ -26,7 +26,7 @@ from fedplat_client import Client, ClientOptions, Task, TrainResult
 from fedplat_server.cli import commands
 from fedplat_server.storage.object_store import ObjectStore
 from fedplat_server.storage.spool_backend import list_names
-from support import deployment, processes
+from support import deployment, process_logs, processes
 from support.clients import at_work
 from support.jobs import write_job
 from support.seaweedfs import SeaweedFS, s3, seaweedfs
@@ -79,7 +79,7 @@ class Host:
 
     def start(self) -> None:
         line = [str(processes.BIN / "fedplat-server"), "run", "--insecure", "--listen", self.address, "--lease-s", "3"]
-        with self.log.open("ab") as log:
+        with process_logs.open_log(self.log) as log:
             self._process = subprocess.Popen(
                 [*line, "--data-dir", str(self.folder), *self.shared],
                 stdout=log,

@@ -11,7 +11,7 @@ import pytest
 
 from fedplat.admin import AdminClient, profile
 from fedplat.errors import ServerUnreachableError
-from support import processes
+from support import process_logs, processes
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +33,7 @@ class Host:
     def started(self) -> subprocess.Popen[bytes]:
         """A daemon more; `own` is its own address."""
         own = self.own = f"127.0.0.1:{processes.free_port()}"
-        with (self.folder / "log").open("ab") as log:
+        with process_logs.open_log(self.folder / "log") as log:
             process = subprocess.Popen([*self.command, "--advertise", own], stdout=log, stderr=log)
         with self.admin(own) as admin:
             admin.wait_until_ready(processes.PATIENCE_S)

@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -79,10 +79,11 @@ def completed(admin: AdminClient, folder: Path, population: str, trainer: str, *
     return job, deployment.exported(admin, job, folder)
 
 
-def of_one_process(name: str, trainer: TorchTrainer) -> Parameters:
+def of_one_process(name: str, trainer: TorchTrainer, attempts: Sequence[int] = (1, 1)) -> Parameters:
+    """The model after the attempts of the rounds that were committed, whose numbers are in the seeds of trainings."""
     expected = start_model(name)
-    for number in (1, 2):
-        trainer(Task(name=name, parameters=expected, config=CONFIG, round=number))
+    for number, attempt in enumerate(attempts, 1):
+        trainer(Task(name=name, parameters=expected, config=CONFIG, round=number, attempt=attempt))
     return expected
 
 
@@ -148,6 +149,19 @@ def test_a_process_that_fails_with_a_part_of_the_model_leaves_no_other_one_waiti
         assert len(admin.list_rounds(job, all_attempts=True)) == 3  # the first round took a second attempt
     assert FAILED in (tmp_path / "client.log").read_text()
     assert not list(tmp_path.glob("fedplat-model-*"))
+
+
+def test_a_silo_whose_rank_is_killed_is_started_again_and_learns_what_one_process_learns(
+    server: processes.Server, tmp_path: Path
+) -> None:
+    restarting = [*TORCHRUN, "--max-restarts", "1"]
+    with silo(server, tmp_path, "mortal", restarting, "shard=2"), server.admin() as admin:
+        job, found = completed(admin, tmp_path, "mortal", "mortal", deadlines={"heartbeat_s": 1.0})
+        attempts = [each.attempt for each in admin.list_rounds(job)]
+        assert attempts[0] > 1
+        assert len(admin.list_clients("mortal")) == 1
+    assert (tmp_path / "client.log").read_text().count("ready") == 4
+    assert_close(found, of_one_process("mortal", layout_client.tokens_trainer("none"), attempts))
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun, of Debian's package openmpi-bin")

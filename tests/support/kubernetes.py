@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from support import processes
+from support import process_logs, processes
 
 Json = Any
 VOLUMES = {
@@ -127,7 +127,7 @@ class Pod:
     def start(self) -> None:
         """Start the server's container."""
         container = self.spec["containers"][0]
-        with (self.folder / "server.log").open("ab") as log:
+        with process_logs.open_log(self.folder / "server.log") as log:
             self._process = subprocess.Popen(
                 self.command(container), env=self.environment(container), stdout=log, stderr=log
             )

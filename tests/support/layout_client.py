@@ -9,6 +9,7 @@ import gc
 import itertools
 import logging
 import os
+import signal
 import sys
 from typing import Literal
 
@@ -30,6 +31,14 @@ def shaky_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     place = find_rank()
     if place is not None and place.rank == place.size - 1 and next(_CALLS) == 3:
         raise RuntimeError("the accelerator is on fire")
+    return nn.functional.cross_entropy(outputs, targets)
+
+
+def mortal_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Kills the last rank in the middle of the first training, unless torchrun has started it again."""
+    place, restarts = find_rank(), os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    if place is not None and place.rank == place.size - 1 and restarts == "0" and next(_CALLS) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
     return nn.functional.cross_entropy(outputs, targets)
 
 
@@ -59,10 +68,11 @@ def main() -> None:
     client.add_trainer("tokens", trainer)
     client.add_evaluator("tokens", trainer.evaluate)
     client.add_trainer("replicas", tokens_trainer("data"))
-    shaky = TorchTrainer(
-        model=Llama, data=TensorDataset(*examples()), loss=shaky_loss, seed=5, parallel=layout, plan=PLAN
-    )
-    client.add_trainer("shaky", shaky)
+    for name, loss in (("shaky", shaky_loss), ("mortal", mortal_loss)):
+        failing = TorchTrainer(
+            model=Llama, data=TensorDataset(*examples()), loss=loss, seed=5, parallel=layout, plan=PLAN
+        )
+        client.add_trainer(name, failing)
     client.add_trainer("points", points_trainer("data"))
     client.add_trainer(
         "shaky-points", TorchTrainer(model=small_module, data=points(), loss=shaky_loss, parallel="data")

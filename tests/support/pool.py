@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from fedplat_server.workers.client import WorkerPool
+from support import process_logs
 
 
 class PoolProcess:
@@ -22,7 +23,7 @@ class PoolProcess:
         self.folder = folder
         self.log = folder / "pool.log"
         command = [str(Path(sys.executable).parent / "fedplat-server"), "pool", "run", "--data-dir", str(folder)]
-        with self.log.open("ab") as log:
+        with process_logs.open_log(self.log) as log:
             self.process = subprocess.Popen(
                 [*command, "--ranks", str(ranks), *options], stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
@@ -34,7 +35,7 @@ class PoolProcess:
 
     async def ready(self) -> WorkerPool:
         """Returns when it listens."""
-        assert await self.link.is_ready(150.0), self.log.read_text()
+        assert await self.link.is_ready(150.0)
         return self.link
 
     def ranks(self) -> dict[int, psutil.Process]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from fedplat.admin import AdminClient, profile
-from support import releases
+from support import process_logs, releases
 from support.polling import BIN, PATIENCE_S, until
 from support.ports import free_port
 
@@ -56,7 +56,7 @@ class Server:
         return self._process.pid
 
     def start(self) -> None:
-        with self.log.open("ab") as log:
+        with process_logs.open_log(self.log) as log:
             self._process = subprocess.Popen(self.command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         with self.admin() as admin:
             admin.wait_until_ready(PATIENCE_S)
@@ -103,7 +103,7 @@ def processes(commands: Sequence[Sequence[str]], log: Path) -> Generator[list[su
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     running: list[subprocess.Popen[bytes]] = []
     try:
-        with log.open("ab") as output:
+        with process_logs.open_log(log) as output:
             for command in commands:
                 running.append(
                     subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env=environment)
@@ -117,9 +117,10 @@ def processes(commands: Sequence[Sequence[str]], log: Path) -> Generator[list[su
 
 
 def exit_code(process: subprocess.Popen[bytes], patience_s: float, *logs: Path) -> int:
-    """The exit code of a process that ends by itself; if it does not, the ends of these logs are shown."""
+    """The exit code of a process that ends by itself; if the test fails, the ends of these logs are shown."""
+    for log in logs:
+        process_logs.show_log(log)
     try:
         return process.wait(patience_s)
     except subprocess.TimeoutExpired:
-        ends = [f"--- {log.name} ---\n{log.read_text()[-3000:]}" for log in logs if log.exists()]
-        raise AssertionError("\n".join([f"the process did not end within {patience_s:g} s", *ends])) from None
+        raise AssertionError(f"the process did not end within {patience_s:g} s") from None

@@ -14,6 +14,7 @@ import obstore
 import pytest
 from obstore.exceptions import BaseError
 
+from support import process_logs
 from support.polling import BIN, until
 from support.ports import free_port
 
@@ -55,7 +56,7 @@ class SeaweedFS:
             if self._start():
                 return
             self._ports = {}
-        raise AssertionError(f"SeaweedFS does not start:\n{(self._folder / 'log').read_text()[-3000:]}")
+        raise AssertionError("SeaweedFS does not start")
 
     def kill(self) -> None:
         """End it at once. It keeps what it acknowledged."""
@@ -69,7 +70,7 @@ class SeaweedFS:
         options += ["-s3.port.iceberg=0", "-s3.port.lance=0", f"-bucket={BUCKET}", f"-dir={self._folder}"]
         command = [str(BIN / "weed"), "mini", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", *options]
         environment = {**os.environ, **_KEYS}
-        with (self._folder / "log").open("ab") as log:
+        with process_logs.open_log(self._folder / "log") as log:
             process = subprocess.Popen(
                 command, cwd=self._folder, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL
             )

@@ -17,7 +17,7 @@ import msgspec
 from fedplat.admin import AdminClient, profile
 from fedplat.errors import ServerUnreachableError
 from fedplat.wire.v1 import admin_pb2
-from support import processes, releases
+from support import process_logs, processes, releases
 
 
 class Daemon:
@@ -37,7 +37,7 @@ class Daemon:
 
     def start(self) -> None:
         command = self.release.command("fedplat-server", *self._options)
-        with self.log.open("ab") as log:
+        with process_logs.open_log(self.log) as log:
             self._process = subprocess.Popen(
                 command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=releases.environment()
             )
@@ -58,7 +58,7 @@ class Daemon:
 
     def replace(self, release: releases.Release) -> None:
         """Stop the daemon as an operator does, and start another version in its place."""
-        assert self.stop() == 0, self.log.read_text()[-3000:]
+        assert self.stop() == 0
         self.release = release
         self.start()
 

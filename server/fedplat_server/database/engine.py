@@ -34,7 +34,10 @@ BUSY_TIMEOUT_S = 30
 CONNECT_TIMEOUT_S = 10
 COMMAND_TIMEOUT_S = 60
 ABANDONED_S = 4
-"""The time after which PostgreSQL ends an idle transaction, so that a suspended daemon does not keep its locks."""
+"""The time after which PostgreSQL ends an idle transaction, so that a suspended daemon does not keep its locks.
+
+It does not end one in the middle of a statement; see `sql_leases`.
+"""
 
 NUM_READERS = 4
 """The number of concurrent transactions that read. More would not be faster on one core."""

@@ -6,11 +6,12 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import sqlalchemy
-from sqlalchemy import Connection, Float, func, select
+from sqlalchemy import Connection, Float, func, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from fedplat_server import logs
 from fedplat_server.database import rows, schema
-from fedplat_server.database.engine import WRITES, async_url, create_engine, translate_errors
+from fedplat_server.database.engine import ABANDONED_S, WRITES, async_url, create_engine, translate_errors
 from fedplat_server.database.tables import leases
 from fedplat_server.errors import LeadershipLostError
 from fedplat_server.records import lease as rules
@@ -24,6 +25,16 @@ TIMEOUT_S = 2.0
 
 _T = TypeVar("_T")
 _MINE = leases.c.name == NAME
+# Who locked a row of a table also holds one of these locks on the table, which readers and migrations do not take.
+_END_ABANDONED = text("""
+SELECT pid, pg_terminate_backend(pid) FROM pg_stat_activity
+WHERE datname = current_database() AND usename = current_user AND pid <> pg_backend_pid()
+AND xact_start < clock_timestamp() - make_interval(secs => :abandoned_s)
+AND pid IN (
+    SELECT pid FROM pg_locks
+    WHERE relation = 'leases'::regclass AND mode IN ('RowShareLock', 'RowExclusiveLock') AND granted
+)
+""")
 
 
 def require_term(connection: Connection, term: int) -> None:
@@ -48,11 +59,13 @@ class LeaseStore:
     """The lease of the leading daemon, returned by `open_leases`.
 
     It has its own connections: a renewal must neither wait for the writes of rounds, nor have their time limit. Its
-    methods raise `StoreUnavailableError` if the database does not answer within a short time.
+    methods raise `StoreUnavailableError` if the database does not answer within a short time. A candidate ends
+    transactions of a former leader that are `abandoned_s` old.
     """
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: AsyncEngine, abandoned_s: float = ABANDONED_S) -> None:
         self._engine = engine
+        self._abandoned_s = abandoned_s
         self._writing = engine.execution_options(**{WRITES: True})
 
     async def read(self) -> LeaseReading:
@@ -63,6 +76,9 @@ class LeaseStore:
         """Give the lease to the candidate, in a new term; None if it is not free."""
 
         async def transaction(connection: AsyncConnection) -> Lease | None:
+            if not rules.is_free(await _read(connection), candidate, valid_s):
+                return None
+            await self._end_abandoned(connection)
             no_holder = {"holder": "", "address": "", "term": 0, "secret": "", "renewed_unix_s": 0.0}
             first = rows.insert(connection.dialect.name, leases).values(name=NAME, expires_unix_s=0.0, **no_holder)
             await connection.execute(first.on_conflict_do_nothing())
@@ -100,6 +116,18 @@ class LeaseStore:
     async def close(self) -> None:
         """Close all connections."""
         await self._engine.dispose()
+
+    async def _end_abandoned(self, connection: AsyncConnection) -> None:
+        """End the sessions of suspended or unreachable processes that would keep their locks on the free lease.
+
+        PostgreSQL's own timeout for idle transactions does not apply to all of them: to the database, a session whose
+        client was stopped in the middle of a statement or of its result is active.
+        """
+        if connection.dialect.name != "postgresql":
+            return
+        found = await connection.execute(_END_ABANDONED, {"abandoned_s": self._abandoned_s})
+        if ended := [row.pid for row in found]:
+            logs.get().warning("ended the database sessions that a former leader had left in a transaction", pids=ended)
 
     async def _run(self, engine: AsyncEngine, transaction: Callable[[AsyncConnection], Awaitable[_T]]) -> _T:
         with translate_errors(self._engine.url):

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import asyncpg
 import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -161,6 +162,31 @@ async def test_a_term_ends_only_after_the_writes_that_passed_its_fence(postgres:
         assert taken.term == 2
     finally:
         await old.close()
+        await leases.close()
+
+
+@pytest.mark.fault("F19", "F20")
+async def test_a_leader_that_is_stopped_in_the_middle_of_a_statement_does_not_keep_the_lease(postgres: str) -> None:
+    """PostgreSQL waits for the next message of the stopped process, which `idle_in_transaction_session_timeout` ends
+    only between statements: here the session is active, after the preparation of a statement that is not executed.
+    """
+    leases = LeaseStore(create_engine(async_url(postgres), timeout_s=20.0), abandoned_s=0.0)
+    stopped = await asyncpg.connect(postgres)
+    try:
+        assert await leases.acquire(ONE, "s1", LONG_S) is not None
+        await stopped.execute("BEGIN")
+        await stopped.execute("SELECT term FROM leases FOR KEY SHARE")
+        await stopped.prepare("SELECT 1")
+        assert await leases.acquire(TWO, "s2", LONG_S) is None
+        assert not stopped.is_closed()
+        await execute_sql(postgres, "UPDATE leases SET expires_unix_s = 0.0")
+        taken = await leases.acquire(TWO, "s2", LONG_S)
+        assert taken is not None
+        assert taken.term == 2
+        with pytest.raises((asyncpg.PostgresError, asyncpg.InterfaceError)):
+            await stopped.execute("COMMIT")
+    finally:
+        stopped.terminate()
         await leases.close()
 
 
