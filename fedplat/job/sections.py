@@ -68,7 +68,7 @@ class Selection(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """A client that was assigned in a round is not drawn in this many rounds after it, also across restarts of the
     server."""
     close: Literal["goal", "deadline"] = "goal"
-    """When an attempt closes: at `goal` reports, or with `"deadline"` once every client has reported or is late."""
+    """When an attempt closes: at `goal` reports, or with `"deadline"` once no client is at work any more."""
 
     def __post_init__(self) -> None:
         try:
