@@ -255,7 +255,7 @@ class Evaluation(Struct, frozen=True, forbid_unknown_fields=True):
 class Flower(Struct, frozen=True, forbid_unknown_fields=True):
     """A Flower app whose ServerApp the server runs: it draws the clients, and decides when the job is complete.
 
-    Each of its exchanges of messages with clients is a round. A client needs the app as its trainer.
+    Each set of messages that it sends to clients is a round. A client needs the app as its trainer.
     """
 
     app: Name
