@@ -1,6 +1,7 @@
 """The protocol between the daemon and the process of a ServerApp: msgpack frames over its standard input and output.
 
-The daemon sends one `StartRun`, then an `AdvanceRun` for each set of messages, and answers each `ListClients`. The process answers `StartRun` and `AdvanceRun` with `NextMessages`, `RunEnded` or `RunFailed`. Files are named by path.
+The daemon sends one `StartRun`, then an `AdvanceRun` for each set of messages, and answers each `ListClients`. The
+process answers `StartRun` and `AdvanceRun` with `NextMessages`, `RunEnded` or `RunFailed`. Files are named by path.
 """
 
 from __future__ import annotations
