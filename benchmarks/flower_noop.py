@@ -7,7 +7,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from fedplat.simulation.flower import AppOptions, ExchangeResult, run_app
+from fedplat.simulation.flower import AppOptions, MessageSetResult, run_app
 
 PROJECT = """
 [project]
@@ -50,11 +50,11 @@ def main() -> None:
         for workers in (1, 2):
             began, rounds = time.perf_counter(), list[float]()
 
-            def note(exchange: ExchangeResult, rounds: list[float] = rounds) -> None:
-                assert exchange.num_replies == num_clients
+            def note(sent: MessageSetResult, rounds: list[float] = rounds) -> None:
+                assert sent.num_replies == num_clients
                 rounds.append(time.perf_counter())
 
-            run_app(folder, AppOptions(num_clients=num_clients, workers=workers), on_exchange=note)
+            run_app(folder, AppOptions(num_clients=num_clients, workers=workers), on_messages=note)
             took = [after - before for before, after in zip([began, *rounds], rounds, strict=False)]
             print(f"workers {workers}: {', '.join(f'{each:.3f}' for each in took)} s for the rounds")
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
+import numpy as np
+
 from fedplat import claims, texts
 from fedplat.client_state import ClientState
 from fedplat.config.plugins import BUILTIN, Plugins
@@ -226,14 +228,29 @@ def _fit_schema(argument: str, values: Any, schema: Schema) -> Parameters:
 def _leave_out_ties(values: Arrays, schema: Schema) -> Arrays:
     """Return the values without further names of a tensor that the model has once, such as a tied weight."""
     names = {tensor.name for tensor in schema.tensors}
+    further = [value for name, value in values.items() if name not in names]
+    ties = _find_tied_arrays(values) if further else {}
     torch = sys.modules.get("torch")  # else there are no tensors of it
-    if torch is None or not any(isinstance(value, torch.Tensor) for name, value in values.items() if name not in names):
-        return values
-    from fedplat.pytorch.convert import find_tied_names  # the light client has no PyTorch
+    if torch is not None and any(isinstance(value, torch.Tensor) for value in further):
+        from fedplat.pytorch.convert import find_tied_names  # the light client has no PyTorch
 
-    ties = find_tied_names(values)
+        ties |= find_tied_names(values)
+    if not ties:
+        return values
     known = {ties.get(name, name) for name in values if name in names}
     return {name: value for name, value in values.items() if name in names or ties.get(name, name) not in known}
+
+
+def _find_tied_arrays(values: Arrays) -> dict[str, str]:
+    """Return the further names of NumPy arrays that share their memory, such as views of a tied weight, as above."""
+    first: dict[object, str] = {}
+    ties: dict[str, str] = {}
+    for name, value in values.items():
+        if isinstance(value, np.ndarray) and value.size:
+            place = (value.__array_interface__["data"][0], value.dtype.str, value.shape, value.strides)
+            if (known := first.setdefault(place, name)) != name:
+                ties[name] = known
+    return ties
 
 
 def _validate_count(count: float) -> float:

@@ -27,8 +27,8 @@ _STEPS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class FunnelStep:
-    """A step of a round. `count` is None if the server does not know it, or if the attempt is not there yet.
+class FunnelStage:
+    """A stage of a round. `count` is None if the server does not know it, or if the attempt is not there yet.
 
     `meaning` describes the clients that came to it; `loss` names what did not happen to those that are missing from
     here on.
@@ -40,27 +40,27 @@ class FunnelStep:
     loss: str = ""
 
 
-def funnel_steps(attempt: admin_pb2.Round) -> Sequence[FunnelStep]:
-    """Return the steps of an attempt, from the clients that checked in to the merged updates."""
+def funnel_stages(attempt: admin_pb2.Round) -> Sequence[FunnelStage]:
+    """Return the stages of an attempt, from the clients that checked in to the merged updates."""
     is_committed = attempt.phase == admin_pb2.ATTEMPT_PHASE_COMMITTED
     named = (
-        FunnelStep("checked in", attempt.checked_in, "clients of the population that were waiting"),
-        FunnelStep("eligible", attempt.eligible, "of these, clients that may be selected", "could not be selected"),
-        FunnelStep("selected", attempt.assigned, "clients that got an assignment"),
-        FunnelStep("downloaded", attempt.downloaded, "clients that received the model", "did not receive the model"),
-        FunnelStep(
+        FunnelStage("checked in", attempt.checked_in, "clients of the population that were waiting"),
+        FunnelStage("eligible", attempt.eligible, "of these, clients that may be selected", "could not be selected"),
+        FunnelStage("selected", attempt.assigned, "clients that got an assignment"),
+        FunnelStage("downloaded", attempt.downloaded, "clients that received the model", "did not receive the model"),
+        FunnelStage(
             "trained",
             attempt.trained,
             "clients that completed the training",
             "received the model but did not complete the training",
         ),
-        FunnelStep(
+        FunnelStage(
             "reported",
             attempt.reported,
             "clients whose update was accepted",
             "completed the training, but their update was not accepted",
         ),
-        FunnelStep(
+        FunnelStage(
             "merged",
             attempt.merged if is_committed else None,
             "updates in the committed version",
@@ -69,32 +69,39 @@ def funnel_steps(attempt: admin_pb2.Round) -> Sequence[FunnelStep]:
     )
     if attempt.kind == admin_pb2.ATTEMPT_KIND_EVALUATE:
         named = named[:-1]
-    # A later step is never empty without reason: 0 before a number means that the server did not count.
-    last = max((at for at, step in enumerate(named) if step.count), default=-1)
+    # A later stage is never empty without reason: 0 before a number means that the server did not count.
+    last = max((at for at, stage in enumerate(named) if stage.count), default=-1)
     return [
-        dataclasses.replace(step, count=None) if not step.count and at < last else step for at, step in enumerate(named)
+        dataclasses.replace(stage, count=None) if not stage.count and at < last else stage
+        for at, stage in enumerate(named)
     ]
 
 
 def largest_loss(attempt: admin_pb2.Round) -> str:
-    """Return a sentence that names the step at which an attempt lost the most clients; empty if it lost none."""
+    """Return a sentence that names the stage at which an attempt lost the most clients; empty if it lost none."""
     if attempt.phase not in ENDED:
         return _open(attempt)
     if attempt.assigned < attempt.target and (attempt.eligible or not attempt.assigned):
         rest = f" of the {attempt.checked_in:,} that had checked in" if attempt.checked_in else ""
         return f"{attempt.target:,} clients were wanted, but only {attempt.eligible:,}{rest} were eligible"
     worst, before, skips = ("", 0, 0), 0, False
-    for step in funnel_steps(attempt)[FIRST_OF_COHORT:]:
-        if step.count is None:
-            skips = True  # it is not known at which of the steps the clients were lost
+    for stage in funnel_stages(attempt)[FIRST_OF_COHORT:]:
+        if stage.count is None:
+            skips = True  # it is not known at which of the stages the clients were lost
             continue
-        if step.loss and before - step.count > worst[1]:
-            worst = (f"did not come to the step {step.name!r}" if skips else step.loss, before - step.count, before)
-        before, skips = step.count, False
+        if stage.loss and before - stage.count > worst[1]:
+            worst = (f"did not come to the stage {stage.name!r}" if skips else stage.loss, before - stage.count, before)
+        before, skips = stage.count, False
     loss, count, base = worst
     if 0 < count <= attempt.surplus:
         return f"no loss: {format_count(attempt.surplus, 'client')} more than needed, since the goal was reached"
     return f"the largest loss: {count:,} of {format_count(base, 'client')} {loss}" if count else ""
+
+
+def name_step(progress: admin_pb2.AttemptProgress) -> str:
+    """Return what the clients of an attempt do together in a step, as the verb of a sentence."""
+    is_exchange = progress.step.phase in (admin_pb2.ATTEMPT_PHASE_EXCHANGING, admin_pb2.ATTEMPT_PHASE_REDUCING)
+    return "exchanges models" if is_exchange else "aggregates securely"
 
 
 def describe_step(progress: admin_pb2.AttemptProgress) -> str:

@@ -85,7 +85,8 @@ def explain(client: admin_pb2.Client, now_s: float | None = None) -> str:
             return "it is connected and waits for work"
         case "busy":
             if describe_silence(client, now):
-                return f"it has work of job {client.job_id}, but was last seen {formats.ago(seen, now)}: it may be gone"
+                last = formats.ago(seen, now)
+                return f"it has work of job {client.job_id}, but was last seen {last}: it may have stopped"
             return f"it works for job {client.job_id}; it was seen {formats.ago(seen, now)}"
         case "away" if client.job_id:
             return (
@@ -108,7 +109,7 @@ def explain_selection(client: admin_pb2.Client, job: admin_pb2.Job) -> str:
         return "unknown: this version of fedplat cannot read the job file"
     where = spec.selection.where
     if not label_expressions.compile_expression(where)(client.labels):
-        return f"never with these labels; the job selects clients with {where}"
+        return f"never: the job selects clients with {where}, and its labels do not match"
     if client.job_id == job.job_id:
         return "selected now"
     if client.trainers and spec.trainer not in client.trainers:

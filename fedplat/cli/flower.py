@@ -24,10 +24,10 @@ from fedplat.simulation.run_folder import RunFolderOptions
 
 if TYPE_CHECKING:
     from fedplat.simulation.api import Run
-    from fedplat.simulation.flower import ExchangeResult
+    from fedplat.simulation.flower import MessageSetResult
 
 _SERVER_ROUND = "server-round"
-"""The metric with the round of a Flower strategy, which has two exchanges of messages: to train, and to evaluate."""
+"""The metric with the round of a Flower strategy, which has two sets of messages: to train, and to evaluate."""
 app = typer.Typer(no_args_is_help=True, help="Run Flower apps unchanged.")
 
 
@@ -128,7 +128,7 @@ def _make_submission(folder: Path, run_config: Sequence[str], population: str | 
 
 
 class _Lines:
-    """A line for each exchange of messages; none with JSON, except for failures of clients."""
+    """A line for each set of messages; none with JSON, except for failures of clients."""
 
     def __init__(self, out: Output) -> None:
         self.num_failures = 0
@@ -136,29 +136,29 @@ class _Lines:
         """The last value of each metric."""
         self._out = out
 
-    def add(self, exchange: ExchangeResult) -> None:
-        """Print an exchange that has ended."""
-        self.num_failures += len(exchange.failures)
-        self.metrics |= exchange.metrics
-        if exchange.failures:
-            first = exchange.failures[0]
-            more = f", and {len(exchange.failures) - 1} more" if len(exchange.failures) > 1 else ""
-            self._out.note(f"{_place(exchange)}: {first}{more}")
+    def add(self, sent: MessageSetResult) -> None:
+        """Print a set of messages whose replies have arrived."""
+        self.num_failures += len(sent.failures)
+        self.metrics |= sent.metrics
+        if sent.failures:
+            first = sent.failures[0]
+            more = f", and {len(sent.failures) - 1} more" if len(sent.failures) > 1 else ""
+            self._out.note(f"{_place(sent)}: {first}{more}")
         if self._out.as_json:
             return
-        counts = [f"{exchange.num_replies} of {exchange.num_messages} replies"]
-        counts += [f"{exchange.num_late} late"] if exchange.num_late else []
-        counts += [f"{exchange.num_failed} failed"] if exchange.num_failed else []
-        words = [f"{_place(exchange):<15}", f"{exchange.message_type:<8}", ", ".join(counts)]
-        others = {name: value for name, value in exchange.metrics.items() if name != _SERVER_ROUND}
-        words += [exchange.problem or formats.metrics(others, {})]
+        counts = [f"{sent.num_replies} of {sent.num_messages} replies"]
+        counts += [f"{sent.num_late} late"] if sent.num_late else []
+        counts += [f"{sent.num_failed} failed"] if sent.num_failed else []
+        words = [f"{_place(sent):<15}", f"{sent.message_type:<8}", ", ".join(counts)]
+        others = {name: value for name, value in sent.metrics.items() if name != _SERVER_ROUND}
+        words += [sent.problem or formats.metrics(others, {})]
         self._out.note("  ".join(words).rstrip())
 
 
-def _place(exchange: ExchangeResult) -> str:
-    """Return the round of the strategy, as the app counts them; of an app without one, the exchange of messages."""
-    number = exchange.metrics.get(_SERVER_ROUND)
-    return f"exchange {exchange.round}" if number is None else f"server-round {number:g}"
+def _place(sent: MessageSetResult) -> str:
+    """Return the round of the strategy, as the app counts them; of an app without one, that of the job."""
+    number = sent.metrics.get(_SERVER_ROUND)
+    return f"messages {sent.round}" if number is None else f"server-round {number:g}"
 
 
 def _print(out: Output, run: Run, folder: Path, lines: _Lines) -> None:
@@ -171,7 +171,7 @@ def _print(out: Output, run: Run, folder: Path, lines: _Lines) -> None:
     totals = result.totals
     fields = {
         "status": result.status,
-        "virtual time": f"{formats.duration(totals.duration_s)} for {totals.rounds} exchanges of messages"
+        "virtual time": f"{formats.duration(totals.duration_s)} for {totals.rounds} sets of messages"
         + (f" and {texts.format_count(totals.abandoned, 'abandoned attempt')}" if totals.abandoned else ""),
         "replies": f"{totals.counts.get('MERGED', 0):,} of {totals.assigned:,}",
         "clients": f"{totals.distinct_clients:,} of {result.num_clients:,} received messages",

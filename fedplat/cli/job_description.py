@@ -128,7 +128,7 @@ def _explain_running(found: JobReport, spec: JobSpec | None) -> str:
     place = f"round {formats.rounds(attempt.round, job)}" if attempt.round else "its first round"
     at_work = f", {format_count(attempt.busy, 'client')} at work" if attempt.busy else ""
     if step := descriptions.describe_step(attempt.progress):
-        return f"{place} aggregates securely: {step}{at_work}{_until(attempt)}{_because(job)}"
+        return f"{place} {descriptions.name_step(attempt.progress)}: {step}{at_work}{_until(attempt)}{_because(job)}"
     match attempt.phase:
         case admin_pb2.ATTEMPT_PHASE_COLLECTING:
             text = f"{place} collects reports: {attempt.reported} of {attempt.goal} are there{at_work}"

@@ -193,24 +193,24 @@ def assignment_query(
     return lists.Query(client.page, request, lambda page: page.assignments, empty)
 
 
-FUNNEL_COLUMNS = ("STEP", "#CLIENTS", "#LOST", "")
+FUNNEL_COLUMNS = ("STAGE", "#CLIENTS", "#LOST", "")
 _BAR_WIDTH = 30
 
 
 def funnel_rows(attempt: admin_pb2.Round) -> list[tuple[str, ...]]:
-    """Return the cells of `COLUMNS` for each step."""
-    found = descriptions.funnel_steps(attempt)
-    largest = max((step.count or 0 for step in found), default=0)
+    """Return the cells of `COLUMNS` for each stage."""
+    found = descriptions.funnel_stages(attempt)
+    largest = max((stage.count or 0 for stage in found), default=0)
     cells: list[tuple[str, ...]] = []
     before: int | None = None
-    for at, step in enumerate(found):
+    for at, stage in enumerate(found):
         lost = (
-            before - step.count
-            if before is not None and step.count is not None and at > descriptions.FIRST_OF_COHORT
+            before - stage.count
+            if before is not None and stage.count is not None and at > descriptions.FIRST_OF_COHORT
             else 0
         )
-        bar = "#" * round(_BAR_WIDTH * (step.count or 0) / largest) if largest else ""
-        shown = formats.NOTHING if step.count is None else f"{step.count:,}"
-        cells.append((step.name, shown, f"-{lost:,}" if lost > 0 else "", bar))
-        before = step.count if step.count is not None else before
+        bar = "#" * round(_BAR_WIDTH * (stage.count or 0) / largest) if largest else ""
+        shown = formats.NOTHING if stage.count is None else f"{stage.count:,}"
+        cells.append((stage.name, shown, f"-{lost:,}" if lost > 0 else "", bar))
+        before = stage.count if stage.count is not None else before
     return cells

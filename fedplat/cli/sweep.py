@@ -199,9 +199,9 @@ class SweepBoard:
             self._began = self._clock(), self.num_done
         self.num_done, self.num_runs = progress.num_done, progress.num_runs
         if progress.is_done:
-            self.running.pop(progress.step.key, None)
+            self.running.pop(progress.part.key, None)
         else:
-            self.running[progress.step.key] = progress
+            self.running[progress.part.key] = progress
         order = self._file.objective.order
         if progress.is_done and progress.value is not None and order(progress.value) > order(self.best):
             self.best = progress.value
@@ -224,9 +224,9 @@ class SweepBoard:
 
     def describe(self, progress: StepProgress) -> str:
         """Describe a run in one line."""
-        values = self._file.describe(progress.step.configuration)
+        values = self._file.describe(progress.part.configuration)
         value = "" if progress.value is None else f"  {self._file.objective.metric} {progress.value:.4g}"
-        return f"{values}, seed {progress.step.seed}: round {progress.round}/{progress.num_rounds}{value}"
+        return f"{values}, seed {progress.part.seed}: round {progress.round}/{progress.num_rounds}{value}"
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the cells of the runs in progress."""
@@ -236,7 +236,7 @@ class SweepBoard:
                 str(key.seed),
                 f"{progress.round}/{progress.num_rounds}",
                 formats.NOTHING if progress.value is None else f"{progress.value:.4f}",
-                self._file.describe(progress.step.configuration),
+                self._file.describe(progress.part.configuration),
             )
             for key, progress in sorted(self.running.items())
         ]
@@ -267,7 +267,7 @@ def _lines(output: Output, board: SweepBoard) -> Callable[[StepProgress], None]:
         nonlocal num_stored
         board.add(progress)
         if progress.is_stored:
-            num_stored += not progress.step.until
+            num_stored += not progress.part.until
             return
         if num_stored:
             output.note(f"{num_stored} of {board.num_runs} runs are finished already")

@@ -1,7 +1,7 @@
 """The rounds of a Flower strategy, so that they continue after a crash.
 
 An app calls `strategy.start(grid, ...)` once, for all rounds. `install` replaces that method, for the grids of fedplat:
-the rounds are the same, with a checkpoint before each exchange of messages. After a crash the app's `main` is called
+the rounds are the same, with a checkpoint before each set of messages. After a crash the app's `main` is called
 again; what it does before `start` is repeated, and `start` continues in the middle of its round, with the attributes of
 the strategy, its results so far, and the random numbers of that moment.
 
@@ -57,14 +57,14 @@ class _Progress:
 class _Calls:
     """The calls of `start` with one grid.
 
-    `message_ids` are those of the exchange to continue with after a crash. `num_exchanges` counts the exchanges of
+    `message_ids` are those of the messages to continue with after a crash. `num_sent` counts the sets of messages of
     strategies in this process; if the app has sent other messages, it cannot continue after a crash.
     """
 
     progress: _Progress = dataclasses.field(default_factory=_Progress)
     num_calls: int = 0
     message_ids: list[str] | None = None
-    num_exchanges: int = 0
+    num_sent: int = 0
 
 
 def install() -> None:
@@ -153,7 +153,7 @@ class _Rounds:
         assert progress.arrays is not None
         assert progress.result is not None
         if progress.is_training:
-            replies = self._exchange(
+            replies = self._send_messages(
                 lambda: strategy.configure_train(number, progress.arrays, self._train_config, self._grid)  # pyright: ignore[reportArgumentType]
             )
             arrays, metrics = self._use.aggregate(strategy.aggregate_train, number, replies, progress.arrays)
@@ -166,7 +166,7 @@ class _Rounds:
                 progress.result.train_metrics_clientapp[number] = metrics
             self._publish(metrics, number)
             progress.is_training = False
-        replies = self._exchange(
+        replies = self._send_messages(
             lambda: strategy.configure_evaluate(number, progress.arrays, self._evaluate_config, self._grid)  # pyright: ignore[reportArgumentType]
         )
         assert progress.arrays is not None
@@ -195,17 +195,17 @@ class _Rounds:
                 self._warned.add(text[:20])
                 _logger.warning("Round %d: %s.", self._calls.progress.round, text)
 
-    def _exchange(self, configure: Callable[[], Iterable[Message]]) -> list[Message]:
-        """Exchange messages with clients, after a checkpoint; or continue the exchange that was on its way."""
+    def _send_messages(self, configure: Callable[[], Iterable[Message]]) -> list[Message]:
+        """Send messages and return the replies, after a checkpoint; or continue with those that were on their way."""
         calls, grid = self._calls, self._grid
         if (message_ids := calls.message_ids) is not None:
             calls.message_ids = None
             grid.take_snapshot = self._take_snapshot
             return grid.wait_for(message_ids)
         messages = list(configure())
-        if messages and grid.num_exchanges == calls.num_exchanges:
+        if messages and grid.num_sent == calls.num_sent:
             grid.take_next_snapshot = self._take_snapshot
-        calls.num_exchanges += bool(messages)
+        calls.num_sent += bool(messages)
         return grid.send_and_receive(messages)
 
     def _take_snapshot(self) -> bytes:

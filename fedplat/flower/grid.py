@@ -1,6 +1,6 @@
-"""The grid of a ServerApp: what it sends to clients, and receives, as exchanges of messages.
+"""The grid of a ServerApp: what it sends to clients, and receives, as sets of messages.
 
-All messages of an `Exchange` have the same content: messages with other contents follow in the next ones, so that no
+All messages of a `MessageSet` have the same content: messages with other contents follow in the next ones, so that no
 client receives what is meant for another one.
 """
 
@@ -29,7 +29,7 @@ GATHER_S = 0.05
 """Messages of several threads of an app are sent together if there is no longer pause between them."""
 
 
-class Exchange(msgspec.Struct, frozen=True):
+class MessageSet(msgspec.Struct, frozen=True):
     """A message for several nodes. It shares the memory of the app's arrays until the app continues."""
 
     file: PackedMessage
@@ -77,21 +77,21 @@ class FlowerGrid(Grid):
         self.rounds: Any = None
         """The state of `durable.py`."""
         self.take_snapshot: Callable[[], bytes] | None = None
-        """Returns what the strategy needs to continue from the last exchange; None if only a new start can."""
+        """Returns what the strategy needs to continue from the last messages; None if only a new start can."""
         self.take_next_snapshot: Callable[[], bytes] | None = None
         """The same for the messages that are sent next."""
         self.final_arrays: Any = None
         """The arrays that the strategy has returned."""
-        self.num_exchanges = 0
+        self.num_sent = 0
         """The number of calls that have sent messages."""
         self.name_node: Callable[[int], str] = "node {}".format
         """Returns how messages name a node."""
         self.max_weight_factor = 0.0
         """How many times the median a reply may weigh (`flower.max_weight_factor`); 0: any number."""
         self.refused: dict[int, str] = {}
-        """The nodes whose replies to the last exchange were refused, and why."""
+        """The nodes whose replies to the last messages were refused, and why."""
         self.problems: list[str] = []
-        """What was wrong with the claims in the replies to the last exchange."""
+        """What was wrong with the claims in the replies to the last messages."""
         self._list_nodes = list_nodes
         self._main = threading.get_ident()
         self._changed = threading.Condition()
@@ -151,7 +151,7 @@ class FlowerGrid(Grid):
         return [each for each in found if each.has_content() or each.error.code != LATE]
 
     def refuse(self, node_id: int, text: str) -> None:
-        """Note that the reply of a node to the last exchange was refused."""
+        """Note that the reply of a node to the last messages was refused."""
         self.refused[node_id] = text
 
     def publish(self, metrics: Mapping[str, object]) -> None:
@@ -196,8 +196,8 @@ class FlowerGrid(Grid):
 
     # --- called by ServerAppRun ---
 
-    def exchange(self, replies: Sequence[NodeReply]) -> Exchange | None:
-        """Pass the replies to the last exchange to the app; return the next exchange, or None if the app has ended.
+    def pass_replies(self, replies: Sequence[NodeReply]) -> MessageSet | None:
+        """Pass the replies to the last messages to the app; return the next messages, or None if the app has ended.
 
         Raises what the app has raised, as `FlowerError` or `UserCodeError`.
         """
@@ -214,7 +214,7 @@ class FlowerGrid(Grid):
             if not self._waiting:
                 return None
             self._sent = self._waiting.pop(0)
-            return Exchange(self._sent.file, tuple(self._sent.message_ids), self._sent.message_type)
+            return MessageSet(self._sent.file, tuple(self._sent.message_ids), self._sent.message_type)
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics that the strategy has returned since the last call, as far as they can be reported."""
@@ -249,7 +249,7 @@ class FlowerGrid(Grid):
             self._check_open()
             groups: dict[tuple[int, str, str], list[_Sent]] = {}
             if listed:
-                self.num_exchanges += 1
+                self.num_sent += 1
                 self.take_snapshot, self.take_next_snapshot = self.take_next_snapshot, None
             for message in listed:
                 self._next_id += 1

@@ -1,4 +1,4 @@
-"""A ServerApp that runs in a thread and exchanges messages through fedplat.
+"""A ServerApp that runs in a thread and sends messages through fedplat.
 
 `ServerAppRun.advance` lets the app run until it waits for clients, and returns the messages that it sends; the caller
 delivers them and passes the replies to the next call. So the app can be driven by a server's rounds and by a simulation
@@ -32,7 +32,7 @@ class AppCheckpoint(NamedTuple):
 class ServerAppRun:
     """One run of a ServerApp, in a thread of its own.
 
-    A `checkpoint` of an earlier run lets it continue with the exchange that was on its way then.
+    A `checkpoint` of an earlier run lets it continue with the messages that were on their way then.
     """
 
     def __init__(
@@ -50,19 +50,19 @@ class ServerAppRun:
             durable.restore(self.grid, *checkpoint)
         self._thread: threading.Thread | None = None
 
-    def advance(self, replies: Sequence[grid.NodeReply] = ()) -> grid.Exchange | None:
-        """Run the app with the replies to its last exchange; return the next one, or None if the app has ended.
+    def advance(self, replies: Sequence[grid.NodeReply] = ()) -> grid.MessageSet | None:
+        """Run the app with the replies to its last messages; return the next ones, or None if the app has ended.
 
         Raises `FedplatError` if the app has raised an exception.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"ServerApp {self._app.name}", daemon=True)
             self._thread.start()
-        return self.grid.exchange(replies)
+        return self.grid.pass_replies(replies)
 
     @property
     def state(self) -> bytes:
-        """The state with which a new run continues the last exchange; empty if the app can only start anew."""
+        """The state with which a new run continues with the last messages; empty if the app can only start anew."""
         take_snapshot = self.grid.take_snapshot
         return self.grid.pack(take_snapshot()) if take_snapshot is not None else b""
 

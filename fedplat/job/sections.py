@@ -65,7 +65,7 @@ class Selection(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """A client that was assigned in a round is not drawn in this many rounds after it, also across restarts of the
     server."""
     close: Literal["goal", "deadline"] = "goal"
-    """When an attempt closes: at `goal` reports, or with `"deadline"` once every client has reported or is late."""
+    """When an attempt closes: at `goal` reports, or with `"deadline"` once no client is at work any more."""
 
     def __post_init__(self) -> None:
         try:
@@ -252,7 +252,7 @@ class Evaluation(Struct, frozen=True, forbid_unknown_fields=True):
 class Flower(Struct, frozen=True, forbid_unknown_fields=True):
     """A Flower app whose ServerApp the server runs: it draws the clients, and decides when the job is complete.
 
-    Each of its exchanges of messages with clients is a round. A client needs the app as its trainer.
+    Each set of messages that it sends to clients is a round. A client needs the app as its trainer.
     """
 
     app: Name

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Sequence
 from msgspec import structs
 
 from fedplat.errors import FedplatError
-from fedplat.rounds import attempts, pacing, privacy_rules, selection, sync
+from fedplat.rounds import attempts, dispatch, pacing, privacy_rules, selection
 from fedplat.rounds.changes import Change, difference
 from fedplat.rounds.commands import ACCEPTED, Assign, Command, Context, Refuse, Transition, Verdict
 from fedplat.rounds.events import (
@@ -319,7 +319,7 @@ class Coordinator:
         before = self._latest(proposal, event.job_id)
         if before is None:
             return _refuse_unknown_job(event.job_id)
-        transition = sync.step(before, event, context)
+        transition = dispatch.apply(before, event, context)
         self._apply(proposal, before, transition, context)
         return transition.verdict
 
@@ -328,7 +328,7 @@ class Coordinator:
         return proposal.jobs.get(job_id) or self.jobs.get(job_id)
 
     def _apply(self, proposal: Proposal, before: JobState, transition: Transition, context: Context) -> None:
-        """Record a transition and those that follow from it without an event (`sync.advance`)."""
+        """Record a transition and those that follow from it without an event (`dispatch.advance`)."""
         current: Transition | None = transition
         while current is not None:
             proposal.commands.extend(current.commands)
@@ -337,7 +337,7 @@ class Coordinator:
                 after = structs.replace(after, revision=before.revision + 1)
                 proposal.changes.append(difference(before, after))
                 proposal.jobs[after.job_id] = before = after
-            current = sync.advance(before, context)
+            current = dispatch.advance(before, context)
         self.room.follow(before, self.histories.get(before.job_id))
 
     def _draw_ready(self, proposal: Proposal, context: Context) -> None:

@@ -24,8 +24,8 @@ from fedplat.simulation.scenario import flower_file
 from fedplat.simulation.scenario.file import SimulationFile
 
 
-class ExchangeResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One exchange of messages that has ended: a round of the job, or an attempt at it that was abandoned.
+class MessageSetResult(msgspec.Struct, frozen=True, kw_only=True):
+    """A set of messages whose replies have arrived: a round of the job, or an attempt at it that was abandoned.
 
     `failures` are those of the app itself, texts such as `client 3: ...` in the order in which clients reported, and
     `num_failed` counts the simulated failures too. `metrics` are those that the
@@ -44,7 +44,7 @@ class ExchangeResult(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
 
 
-OnExchange = Callable[[ExchangeResult], object]
+OnMessages = Callable[[MessageSetResult], object]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,16 +65,16 @@ def run_app(
     folder: str | Path,
     options: AppOptions = AppOptions(),
     *,
-    on_exchange: OnExchange = lambda exchange: None,
+    on_messages: OnMessages = lambda sent: None,
     run_folder: RunFolderOptions | None = None,
 ) -> Run:
     """Run a Flower app with simulated clients, in virtual time. The model of the run is the app's final model.
 
-    `on_exchange` is called with each exchange of messages that has ended. Raises `FlowerError`, `JobFileError`,
+    `on_messages` is called with each set of messages whose replies have arrived. Raises `FlowerError`, `JobFileError`,
     `UserCodeError` if the app raises an exception, and `MissingExtraError` without flwr.
     """
     app, file = read(folder, options)
-    return execute(app, file, on_exchange, run_folder, shows_logs=options.shows_logs)
+    return execute(app, file, on_messages, run_folder, shows_logs=options.shows_logs)
 
 
 def read(folder: str | Path, options: AppOptions = AppOptions()) -> tuple[FlowerApp, SimulationFile]:
@@ -88,7 +88,7 @@ def read(folder: str | Path, options: AppOptions = AppOptions()) -> tuple[Flower
 def execute(
     app: FlowerApp,
     file: SimulationFile,
-    on_exchange: OnExchange = lambda exchange: None,
+    on_messages: OnMessages = lambda sent: None,
     run_folder: RunFolderOptions | None = None,
     *,
     shows_logs: bool = False,
@@ -125,8 +125,8 @@ def execute(
             if (log := training.log.get(record.round)) is None:
                 return
             failures, log.failures = log.failures, []
-            on_exchange(
-                ExchangeResult(
+            on_messages(
+                MessageSetResult(
                     round=record.round,
                     message_type=log.message_type,
                     num_messages=log.num_messages,

@@ -23,7 +23,7 @@ from fedplat.simulation.engines.ray.cluster import Cluster
 from fedplat.sweep.worker import (
     DoneReply,
     FailureReply,
-    StepRequest,
+    PartRequest,
     SweepWorker,
     WorkerReply,
     WorkerSetup,
@@ -37,13 +37,13 @@ _READ_BYTES = 1 << 16
 
 
 class SweepPool(ABC):
-    """Computes steps, each on the next free worker."""
+    """Computes parts, each on the next free worker."""
 
     @abstractmethod
-    def compute(self, requests: Sequence[StepRequest]) -> Iterator[tuple[StepRequest, WorkerReply]]:
-        """Compute steps in parallel; yield reports of progress and the `DoneReply` of each step.
+    def compute(self, requests: Sequence[PartRequest]) -> Iterator[tuple[PartRequest, WorkerReply]]:
+        """Compute parts in parallel; yield reports of progress and the `DoneReply` of each part.
 
-        Raises the error of the first step that fails, and `EngineError` if a worker is lost.
+        Raises the error of the first part that fails, and `EngineError` if a worker is lost.
         """
 
     @abstractmethod
@@ -58,7 +58,7 @@ class _Worker:
     """A worker process, its current request, and the incomplete line of its replies."""
 
     def __init__(self, setup: WorkerSetup) -> None:
-        self.request: StepRequest | None = None
+        self.request: PartRequest | None = None
         self._rest = b""
         # One thread for arithmetic, also in NumPy, which reads this when it is imported.
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -73,7 +73,7 @@ class _Worker:
         )
         self._write(encode_line(setup))
 
-    def send(self, request: StepRequest) -> None:
+    def send(self, request: PartRequest) -> None:
         self.request = request
         self._write(encode_line(request))
 
@@ -119,7 +119,7 @@ class ProcessPool(SweepPool):
         self._selector = selectors.DefaultSelector()
 
     @override
-    def compute(self, requests: Sequence[StepRequest]) -> Iterator[tuple[StepRequest, WorkerReply]]:
+    def compute(self, requests: Sequence[PartRequest]) -> Iterator[tuple[PartRequest, WorkerReply]]:
         waiting, num_left = collections.deque(requests), len(requests)
         self._start(min(self._num_workers, len(requests)))
         while num_left:
@@ -152,7 +152,7 @@ class ProcessPool(SweepPool):
             self._selector.register(worker.process.stdout, selectors.EVENT_READ, worker)
 
 
-def check_reply(request: StepRequest, reply: WorkerReply) -> None:
+def check_reply(request: PartRequest, reply: WorkerReply) -> None:
     """Raise the error of a run that has failed, with the run's name."""
     if isinstance(reply, FailureReply):
         kind: type[FedplatError] = DataError if reply.is_usage else EngineError
@@ -172,12 +172,12 @@ class RayPool(SweepPool):
         self._actors: list[Any] = []
 
     @override
-    def compute(self, requests: Sequence[StepRequest]) -> Iterator[tuple[StepRequest, WorkerReply]]:
+    def compute(self, requests: Sequence[PartRequest]) -> Iterator[tuple[PartRequest, WorkerReply]]:
         if not requests:
             return
         cluster = self._start(len(requests))
         ray, waiting = cluster.ray, collections.deque(requests)
-        idle, sent = list(self._actors), dict[Any, tuple[StepRequest, Any]]()
+        idle, sent = list(self._actors), dict[Any, tuple[PartRequest, Any]]()
         while waiting or sent:
             while idle and waiting:
                 request, actor = waiting.popleft(), idle.pop()

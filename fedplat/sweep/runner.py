@@ -1,4 +1,4 @@
-"""Running a sweep: the steps that the schedule asks for are computed by a pool, or taken from the output folder."""
+"""Running a sweep: the parts that the schedule asks for are computed by a pool, or taken from the output folder."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from fedplat.sweep.outcome import Outcome
 from fedplat.sweep.plan import Configuration
 from fedplat.sweep.pool import ProcessPool, SweepPool
 from fedplat.sweep.result import SweepResult
-from fedplat.sweep.schedule import ChooseBatch, Evaluated, RunKey, RunStep, once, schedule
+from fedplat.sweep.schedule import ChooseBatch, Evaluated, RunKey, RunPart, once, schedule
 from fedplat.sweep.search import TrialChooser
 from fedplat.sweep.store import SweepFolder, open_folder
-from fedplat.sweep.worker import DoneReply, RoundReply, StepRequest, WorkerSetup
+from fedplat.sweep.worker import DoneReply, PartRequest, RoundReply, WorkerSetup
 
 
 class WorkerOptions(Struct, frozen=True, kw_only=True):
@@ -38,11 +38,11 @@ class WorkerOptions(Struct, frozen=True, kw_only=True):
 class StepProgress(Struct, frozen=True, kw_only=True):
     """The progress of a run. `value` is the metric after `round`, if it is known.
 
-    `is_done` is true at the end of the step, and `is_stored` if it was computed by an earlier process. `num_done` of
+    `is_done` is true at the end of the part, and `is_stored` if it was computed by an earlier process. `num_done` of
     the `num_runs` runs of the sweep have ended or were stopped early.
     """
 
-    step: RunStep
+    part: RunPart
     round: int
     num_rounds: int
     value: float | None
@@ -83,36 +83,36 @@ class _Runner:
 
     def run(self, choose: ChooseBatch) -> list[Evaluated]:
         stages = schedule(choose, self._file.seeds, self._file.objective, self._file.options.stopping)
-        steps: Sequence[RunStep] = []
+        parts: Sequence[RunPart] = []
         try:
-            steps = next(stages)
+            parts = next(stages)
             while True:
-                outcomes = self._compute(steps)
+                outcomes = self._compute(parts)
                 following = stages.send(outcomes)
-                if steps[0].until:  # those that do not continue were stopped
-                    self._ended |= {step.key for step in steps} - {step.key for step in following}
-                steps = following
+                if parts[0].until:  # those that do not continue were stopped
+                    self._ended |= {part.key for part in parts} - {part.key for part in following}
+                parts = following
         except StopIteration as end:
             return end.value
 
-    def _compute(self, steps: Sequence[RunStep]) -> Mapping[RunKey, Outcome]:
-        self._check({step.configuration.number: step.configuration for step in steps})
-        found = {step.key: self._store.outcome(step.key, step.until) for step in steps}
-        for step in steps:
-            if (outcome := found[step.key]) is not None:
-                self._report(step, outcome, is_stored=True)
-        missing = [step for step in steps if found[step.key] is None]
-        missing.sort(key=lambda step: -self._costs[step.configuration.number])  # a long run last would run alone
-        requests = {self._request(step).folder: step for step in missing}
-        for request, reply in self._pool.compute([self._request(step) for step in missing]):
-            step = requests[request.folder]
+    def _compute(self, parts: Sequence[RunPart]) -> Mapping[RunKey, Outcome]:
+        self._check({part.configuration.number: part.configuration for part in parts})
+        found = {part.key: self._store.outcome(part.key, part.until) for part in parts}
+        for part in parts:
+            if (outcome := found[part.key]) is not None:
+                self._report(part, outcome, is_stored=True)
+        missing = [part for part in parts if found[part.key] is None]
+        missing.sort(key=lambda part: -self._costs[part.configuration.number])  # a long run last would run alone
+        requests = {self._request(part).folder: part for part in missing}
+        for request, reply in self._pool.compute([self._request(part) for part in missing]):
+            part = requests[request.folder]
             match reply:
                 case RoundReply():
                     self._observe(
                         StepProgress(
-                            step=step,
+                            part=part,
                             round=reply.round,
-                            num_rounds=self._num_rounds[step.configuration.number],
+                            num_rounds=self._num_rounds[part.configuration.number],
                             value=reply.value,
                             is_done=False,
                             is_stored=False,
@@ -121,11 +121,11 @@ class _Runner:
                         )
                     )
                 case DoneReply():
-                    outcome = self._store.outcome(step.key, step.until)
+                    outcome = self._store.outcome(part.key, part.until)
                     if outcome is None:
                         raise DataError(f"the run {request.folder} has no outcome; was its folder removed?")
-                    found[step.key] = outcome
-                    self._report(step, outcome, is_stored=False)
+                    found[part.key] = outcome
+                    self._report(part, outcome, is_stored=False)
                 case _:
                     raise AssertionError(reply)  # the pool raises the errors of failed runs
         return {key: outcome for key, outcome in found.items() if outcome is not None}
@@ -139,20 +139,20 @@ class _Runner:
             work = file.job.rounds * file.job.selection.goal * (epochs if isinstance(epochs, int) else 1)
             self._costs[configuration.number] = float(work)
 
-    def _request(self, step: RunStep) -> StepRequest:
-        changes = self._file.changes(step.configuration, step.seed)
-        return StepRequest(folder=step.key.folder, changes=changes, until=step.until)
+    def _request(self, part: RunPart) -> PartRequest:
+        changes = self._file.changes(part.configuration, part.seed)
+        return PartRequest(folder=part.key.folder, changes=changes, until=part.until)
 
-    def _report(self, step: RunStep, outcome: Outcome, is_stored: bool) -> None:
+    def _report(self, part: RunPart, outcome: Outcome, is_stored: bool) -> None:
         if not outcome.until:
-            self._ended.add(step.key)
-        number = step.configuration.number
+            self._ended.add(part.key)
+        number = part.configuration.number
         self._observe(
             StepProgress(
-                step=step,
-                round=min(step.until or self._num_rounds[number], self._num_rounds[number]),
+                part=part,
+                round=min(part.until or self._num_rounds[number], self._num_rounds[number]),
                 num_rounds=self._num_rounds[number],
-                value=outcome.score(self._file.objective, step.until),
+                value=outcome.score(self._file.objective, part.until),
                 is_done=True,
                 is_stored=is_stored,
                 num_done=len(self._ended),

@@ -1,8 +1,8 @@
 """The order of a sweep's work: batches of configurations, and stages of a batch that end at rungs.
 
-`schedule` is a generator: it yields the steps of a stage, receives their outcomes, and decides what follows. It does
+`schedule` is a generator: it yields the parts of a stage, receives their outcomes, and decides what follows. It does
 no work itself, so a sweep that starts again repeats its decisions from stored outcomes and continues where it ended.
-All decisions are made when every step of a stage has ended: they do not depend on the order or the time of the runs.
+All decisions are made when every part of a stage has ended: they do not depend on the order or the time of the runs.
 
 The decision depends only on scores at that round, never on the time or the order in which runs were computed.
 """
@@ -32,7 +32,7 @@ class RunKey(NamedTuple):
         return f"{self.configuration:04}-seed{self.seed}"
 
 
-class RunStep(NamedTuple):
+class RunPart(NamedTuple):
     """Work: a run, until the end of the round `until`, or until its end if that is 0."""
 
     configuration: Configuration
@@ -65,10 +65,10 @@ Outcomes = Mapping[RunKey, Outcome]
 
 def schedule(
     choose_batch: ChooseBatch, seeds: Sequence[int], objective: Objective, stopping: Stopping | None = None
-) -> Generator[list[RunStep], Outcomes, list[Evaluated]]:
-    """Yield the steps of each stage, and return all evaluated configurations, in the order of their numbers.
+) -> Generator[list[RunPart], Outcomes, list[Evaluated]]:
+    """Yield the parts of each stage, and return all evaluated configurations, in the order of their numbers.
 
-    The caller sends the outcomes of the steps, which may reach beyond their rung.
+    The caller sends the outcomes of the parts, which may reach beyond their rung.
     """
     evaluated: list[Evaluated] = []
     earlier: dict[int, list[float]] = {}
@@ -80,7 +80,7 @@ def schedule(
             alive = [each for each in batch if each.number not in stopped_after]
             if not alive:
                 break
-            found |= yield [RunStep(configuration, seed, until) for configuration in alive for seed in seeds]
+            found |= yield [RunPart(configuration, seed, until) for configuration in alive for seed in seeds]
             if until and stopping is not None:
                 scores = {
                     each.number: objective.order(mean_score(_select(found, each, seeds).values(), objective, until))

@@ -43,7 +43,7 @@ class WorkerSetup(Struct, frozen=True, kw_only=True):
     checkpoint_s: float
 
 
-class StepRequest(Struct, frozen=True, kw_only=True):
+class PartRequest(Struct, frozen=True, kw_only=True):
     """A run to compute until the end of the round `until`, or until its end if that is 0.
 
     `folder` is the name of its run folder; `changes` are those of the base file, as `key=value` texts.
@@ -76,7 +76,7 @@ WorkerReply = RoundReply | DoneReply | FailureReply
 
 _encoder = msgspec.json.Encoder()
 _setup = msgspec.json.Decoder(WorkerSetup)
-_request = msgspec.json.Decoder(StepRequest)
+_request = msgspec.json.Decoder(PartRequest)
 _reply: msgspec.json.Decoder[WorkerReply] = msgspec.json.Decoder(WorkerReply)
 decode_setup, decode_request, decode_reply = _setup.decode, _request.decode, _reply.decode
 
@@ -106,7 +106,7 @@ class SweepWorker:
         self._sources: dict[str, CachedSource] = {}
         _use_one_thread()
 
-    def run(self, request: StepRequest, send: Send) -> WorkerReply:
+    def run(self, request: PartRequest, send: Send) -> WorkerReply:
         """Compute a run until the requested round, write its outcome, and return the final reply."""
         try:
             with user_code.wrap_errors("the training"):
@@ -115,7 +115,7 @@ class SweepWorker:
             return FailureReply(text=str(exc), is_usage=isinstance(exc, _USAGE_ERRORS))
         return DoneReply()
 
-    def _run(self, request: StepRequest, send: Send) -> None:
+    def _run(self, request: PartRequest, send: Send) -> None:
         file = files.parse(self._setup.base_text, Path(self._setup.base_folder), request.changes)
         folder = Path(self._setup.runs) / request.folder
         with _lock(folder):

@@ -304,7 +304,8 @@ def test_a_tied_weight_is_a_result_with_all_its_names() -> None:
         module["o"].weight += 1
     other = Parameters.from_arrays({"o.weight": base["words.weight"]})  # a model of another tool
     both = Parameters.from_arrays(dict.fromkeys(("words.weight", "o.weight"), base["words.weight"]))
-    for given in (module, module.state_dict()):
+    views = {name: value.numpy() for name, value in module.state_dict().items()}
+    for given in (module, module.state_dict(), views):
         for start in (base, other, both):
             update = TrainResult(parameters=given, num_examples=1).to_update(start)
             np.testing.assert_allclose(update.to_vector(), 1.0, rtol=1e-6)
@@ -312,6 +313,9 @@ def test_a_tied_weight_is_a_result_with_all_its_names() -> None:
     strange = {**module.state_dict(), "o.weight": torch.ones(3, 2)}
     with pytest.raises(ModelError, match=r"'o.weight' is not part of the model"):
         TrainResult(parameters=strange, num_examples=1).to_update(base)
+    copies = {name: value.copy() for name, value in views.items()}
+    with pytest.raises(ModelError, match=r"'o.weight' is not part of the model"):
+        TrainResult(parameters=copies, num_examples=1).to_update(base)
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")

@@ -29,10 +29,10 @@ from conformance import local_data
 from fedplat.errors import FedplatError, FlowerError
 from fedplat.flower.app import Config, FlowerApp, read_app
 from fedplat.flower.client import ClientAppRunner, NodeAnswer
-from fedplat.flower.grid import Exchange, NodeReply
+from fedplat.flower.grid import MessageSet, NodeReply
 from fedplat.flower.server import AppCheckpoint, ServerAppRun
 from fedplat.model import Parameters
-from fedplat.simulation.flower import AppOptions, ExchangeResult, run_app
+from fedplat.simulation.flower import AppOptions, MessageSetResult, run_app
 
 NODES = {"vertical-fl": 3, "federated-kaplan-meier-fitter": 2}
 """Numbers of nodes that the README files of apps ask for."""
@@ -69,15 +69,15 @@ def run(folder: Path, run_config: Sequence[str]) -> dict[str, Any]:
     sent: collections.Counter[str] = collections.Counter()
     failures: list[str] = []
 
-    def observe(exchange: ExchangeResult) -> None:
-        sent[exchange.message_type] += not exchange.problem
-        failures.extend(exchange.failures)
+    def observe(ended: MessageSetResult) -> None:
+        sent[ended.message_type] += not ended.problem
+        failures.extend(ended.failures)
 
-    done = run_app(folder, AppOptions(changes, NODES.get(folder.name, 0)), on_exchange=observe)
+    done = run_app(folder, AppOptions(changes, NODES.get(folder.name, 0)), on_messages=observe)
     if done.result.status != "COMPLETED":
         return {"ok": False, "reason": f"{done.result.reason}; {''.join(failures[:1])}"}
     resumes = checkpoints.can_continue(app.with_run_config(changes), done.result.num_clients)
-    return {"ok": True, "exchanges": dict(sent), "nodes": done.result.num_clients, "resumes": resumes}
+    return {"ok": True, "sets": dict(sent), "nodes": done.result.num_clients, "resumes": resumes}
 
 
 class Checkpoints:
@@ -90,18 +90,18 @@ class Checkpoints:
         self._last: tuple[AppCheckpoint | None, list[NodeReply], str] | None = None
         advance = ServerAppRun.advance
 
-        def observe(run: ServerAppRun, replies: Sequence[NodeReply] = ()) -> Exchange | None:
+        def observe(run: ServerAppRun, replies: Sequence[NodeReply] = ()) -> MessageSet | None:
             if not self._is_observing:
                 return advance(run, replies)
             # The app may change the arrays that it receives.
             copies = [NodeReply(each.node_id, copy.deepcopy(each.content), each.error) for each in replies]
-            exchange = advance(run, replies)
-            if replies and (exchange is not None or self._last is None):
-                self._last = self._checkpoint, copies, _compute_digest(exchange)
-            if exchange is not None:
-                self._checkpoint = AppCheckpoint(run.state, exchange.file.to_parameters())
+            sent = advance(run, replies)
+            if replies and (sent is not None or self._last is None):
+                self._last = self._checkpoint, copies, _compute_digest(sent)
+            if sent is not None:
+                self._checkpoint = AppCheckpoint(run.state, sent.file.to_parameters())
                 self._complete = self._complete and bool(run.state)
-            return exchange
+            return sent
 
         ServerAppRun.advance = observe  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -112,17 +112,17 @@ class Checkpoints:
             return False
         checkpoint, replies, digest = self._last
         restored = ServerAppRun(app, lambda: range(num_clients), checkpoint=checkpoint)
-        exchange = restored.advance(replies)
+        sent = restored.advance(replies)
         restored.close()
-        if _compute_digest(exchange) != digest:
+        if _compute_digest(sent) != digest:
             raise FlowerError("a run from a checkpoint sent other messages than the run that wrote it")
         return True
 
 
-def _compute_digest(exchange: Exchange | None) -> str:
-    if exchange is None:
+def _compute_digest(sent: MessageSet | None) -> str:
+    if sent is None:
         return ""
-    return sha256(repr((exchange.message_type, exchange.nodes)).encode() + exchange.file.to_bytes()).hexdigest()
+    return sha256(repr((sent.message_type, sent.nodes)).encode() + sent.file.to_bytes()).hexdigest()
 
 
 def add_node_config(folder: Path) -> None:

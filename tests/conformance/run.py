@@ -167,7 +167,7 @@ def run(app: Path, repository: Path) -> Outcome:
     seconds = round(time.monotonic() - start, 1)
     name = str(app.relative_to(repository))
     if result["ok"]:
-        counts = ", ".join(f"{count} {kind}" for kind, count in result["exchanges"].items())
+        counts = ", ".join(f"{count} {kind}" for kind, count in result["sets"].items())
         return Outcome(name, "runs", f"{result['nodes']} clients: {counts or 'no message'}", seconds, result["resumes"])
     return Outcome(name, classify(reason), reason, seconds)
 

@@ -173,9 +173,9 @@ def train_undisturbed(made: Deployment) -> bytes:
     return made.model()
 
 
-def is_collecting_after(num_exchanges: int, job: admin_pb2.Job) -> bool:
-    """Whether a later exchange is in progress, or the job has ended."""
-    return job.round >= num_exchanges and job.current.phase >= admin_pb2.ATTEMPT_PHASE_COLLECTING
+def is_collecting_after(num_sets: int, job: admin_pb2.Job) -> bool:
+    """Whether later messages are in progress, or the job has ended."""
+    return job.round >= num_sets and job.current.phase >= admin_pb2.ATTEMPT_PHASE_COLLECTING
 
 
 def test_a_server_and_a_client_that_are_killed_change_nothing_and_a_changed_app_pauses_its_job(
@@ -184,16 +184,16 @@ def test_a_server_and_a_client_that_are_killed_change_nothing_and_a_changed_app_
     """One test, because each part takes the same clients, which take longest to start."""
     with deployed(tmp_path, apps["digits"], flower_server) as made:
         undisturbed = train_undisturbed(made)
-        kill_after_each_exchange(made)
+        kill_after_each_set_of_messages(made)
         assert made.model() == undisturbed
         assert "nothing is broken" in deployment.run(commands.app, "verify", "--data-dir", str(flower_server.folder))
         change_the_app(made)
 
 
-def kill_after_each_exchange(made: Deployment) -> None:
+def kill_after_each_set_of_messages(made: Deployment) -> None:
     made.submit("--run-config", "num-server-rounds=2")
-    for num_exchanges in (1, 2, 3):
-        made.until(functools.partial(is_collecting_after, num_exchanges), "an exchange")
+    for num_sets in (1, 2, 3):
+        made.until(functools.partial(is_collecting_after, num_sets), "messages")
         made.clients[1].send_signal(signal.SIGKILL)
         made.server.kill()
         made.server.start()
@@ -204,7 +204,7 @@ def kill_after_each_exchange(made: Deployment) -> None:
 
 def change_the_app(made: Deployment) -> None:
     made.submit("--run-config", "num-server-rounds=200")
-    made.until(lambda job: job.round >= 1, "an exchange")
+    made.until(lambda job: job.round >= 1, "messages")
     made.server.kill()
     with (made.app / "digits" / "task.py").open("a") as file:
         file.write("\n# changed\n")
@@ -213,7 +213,7 @@ def change_the_app(made: Deployment) -> None:
     assert "flower-apps.digits" in job.reason
     run_fedplat(made.server, "job", "resume", made.job_id)
     round_ = job.round
-    made.until(lambda job: job.round > round_ + 1, "another exchange")
+    made.until(lambda job: job.round > round_ + 1, "other messages")
     run_fedplat(made.server, "job", "cancel", made.job_id)
 
 

@@ -20,7 +20,7 @@ from fedplat_server.auth import pki_folder
 from fedplat_server.auth.tls import load, utc_now
 from fedplat_server.cli import commands, init, main
 from fedplat_server.cli.options import database_url, with_store
-from fedplat_server.config import ServerConfig
+from fedplat_server.config import ServerConfig, is_postgres
 from fedplat_server.records.audit import AuditRow
 from fedplat_server.records.operators import OperatorRecord, hash_token
 
@@ -307,11 +307,12 @@ def test_certificates_are_shown_and_renewed(run: Run, data: Path) -> None:
     ],
 )
 def test_the_command_after_init_is_one_that_run_accepts(
-    run: Run, monkeypatch: pytest.MonkeyPatch, host: list[str] | None, url: str, options: str
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: list[str] | None, url: str, options: str
 ) -> None:
     """A daemon of a PostgreSQL needs an address at which the others reach it."""
+    monkeypatch.chdir(tmp_path)
     assert init.start_command(host, 7443, url) == f"fedplat-server run {options}"
-    assert run("init")[0] == 0
+    assert run("init", *([] if is_postgres(url) else ["--database", url]))[0] == 0
     monkeypatch.setattr(commands, "serve", Mock())
     assert run("run", *options.split(), "--database", url)[0] == 0
 
@@ -330,14 +331,14 @@ def test_a_daemon_knows_the_options_that_find_its_data(
     run: Run, data: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], place: str
 ) -> None:
     """Its alerts have commands, which are typed in other folders than the daemon's."""
-    assert run("init")[0] == 0
+    monkeypatch.chdir(data.parent)
+    assert run("init", *(options if "other.sqlite" in options else ()))[0] == 0
     configs: list[ServerConfig] = []
 
     def serve(config: ServerConfig, *_: object, **__: object) -> None:
         configs.append(config)
 
     monkeypatch.setattr(commands, "serve", serve)
-    monkeypatch.chdir(data.parent)
     Path("url").write_text("postgresql://me:hunter2@db/fed")
     run("run", *options)
     expected = f" --data-dir {data}" + place.replace("FOLDER", str(data.parent))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fedplat_server.flower import protocol
-from fedplat_server.flower.protocol import AdvanceRun, ListClients, ListedClients, NextExchange, RunStarted, StartRun
+from fedplat_server.flower.protocol import AdvanceRun, ListClients, ListedClients, NextMessages, RunStarted, StartRun
 
 pytest.importorskip("flwr")
 CLIENTS = ("c-one", "c-two", "c-three", "c-four")
@@ -55,9 +55,9 @@ def test_a_refused_reply_is_named_by_its_client(tmp_path: Path) -> None:
     try:
         assert process.ask(StartRun(app.name, str(app.folder), {}, max_weight_factor=10.0)) == RunStarted()
         message, state = str(tmp_path / "message"), str(tmp_path / "state")
-        exchange = process.ask(AdvanceRun({}, {}, message, state))
-        assert isinstance(exchange, NextExchange)
-        assert set(exchange.cohort) == set(CLIENTS)
+        sent = process.ask(AdvanceRun({}, {}, message, state))
+        assert isinstance(sent, NextMessages)
+        assert set(sent.cohort) == set(CLIENTS)
         replies = dict[str, str]()
         for client in CLIENTS:
             shapes = [(3,), (5,)] if client == "c-three" else [(3, 4), (5,)]
@@ -66,7 +66,7 @@ def test_a_refused_reply_is_named_by_its_client(tmp_path: Path) -> None:
             replies[client] = str(tmp_path / client)
             Path(replies[client]).write_bytes(records.encode(MessageFile(content)).to_bytes())
         following = process.ask(AdvanceRun(replies, {}, message, state))
-        assert isinstance(following, NextExchange)
+        assert isinstance(following, NextMessages)
         assert following.refused == {"c-three": "its shapes or kinds of arrays are not those of most replies"}
     finally:
         process.close()

@@ -77,6 +77,30 @@ def test_a_forgotten_database_costs_no_model(
     assert here(monkeypatch, capsys, "verify", "--data-dir", str(folder))[0] == 0
 
 
+@pytest.mark.parametrize("command", [["db", "upgrade"], ["init"], ["verify"], ["prune", "--yes"]], ids=" ".join)
+@pytest.mark.parametrize("is_new", [True, False])
+def test_no_command_takes_another_database_for_that_of_a_folder(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: list[str],
+    is_new: bool,
+) -> None:
+    folder, other = tmp_path / "data", tmp_path / "other.sqlite"
+    schema.upgrade(str(tmp_path / "one.sqlite"))
+    assert (
+        here(monkeypatch, capsys, "init", "--data-dir", str(folder), "--database", str(tmp_path / "one.sqlite"))[0] == 0
+    )
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    if not is_new:
+        schema.upgrade(str(other))
+    status, out, err = here(monkeypatch, capsys, *command, "--data-dir", str(folder), "--database", str(other))
+    assert (status, out, err.count("\n")) == (2, "", 1), err
+    assert "one.sqlite" in err
+    assert other.exists() is not is_new
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"} == before
+
+
 @pytest.mark.parametrize("has_owner", [True, False])
 async def test_a_daemon_on_another_database_removes_nothing(tmp_path: Path, has_owner: bool) -> None:
     folder = tmp_path / "data"

@@ -53,7 +53,7 @@ def test_all_that_commands_make_is_for_their_user_only(tmp_path: Path) -> None:
     ]
     elsewhere = tmp_path / "made" / "fedplat.sqlite"
     elsewhere.parent.mkdir(mode=0o700)
-    command("db", "upgrade", "--data-dir", data, "--database", f"sqlite:///{elsewhere}")
+    command("db", "upgrade", "--data-dir", tmp_path / "new", "--database", f"sqlite:///{elsewhere}")
     assert open_to_others(elsewhere.parent) == []
 
 

@@ -46,9 +46,9 @@ def test_what_is_counted(text: str, lines: list[int]) -> None:
 def test_the_files_of_kinds_may_ask(tmp_path: Path) -> None:
     paths = [
         *("fedplat/rounds/protocols/gossip.py", "fedplat/job/checks.py", "server/fedplat_server/protocols/base.py"),
-        *("fedplat/wire/v1/fleet_pb2.py", "fedplat/rounds/sync.py", "tests/test_a.py"),
+        *("fedplat/wire/v1/fleet_pb2.py", "fedplat/rounds/dispatch.py", "tests/test_a.py"),
     ]
     for path in paths:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text("if job.spec.gossip is None: pass")
-    assert branch_sites.find_sites(tmp_path) == [branch_sites.Site("fedplat/rounds/sync.py", 1)]
+    assert branch_sites.find_sites(tmp_path) == [branch_sites.Site("fedplat/rounds/dispatch.py", 1)]

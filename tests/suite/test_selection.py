@@ -119,7 +119,7 @@ def graph() -> Graph:
         ("server/fedplat_server/rpc/report_intake.py", "tests/server/test_report.py"),
         ("server/fedplat_server/crash_points.py", "tests/server/crash/test_matrix.py"),
         ("client/fedplat_client/_work/assignment.py", "tests/client/test_client.py"),
-        ("fedplat/rounds/sync.py", "tests/core/rounds/test_machine.py"),
+        ("fedplat/rounds/dispatch.py", "tests/core/rounds/test_machine.py"),
         ("fedplat/dashboard/static/dashboard.css", "tests/core/dashboard/test_pages.py"),
         ("tests/support/daemons.py", "tests/server/test_round.py"),
         ("fedplat/cli/jobs.py", "tests/e2e/test_operator.py"),

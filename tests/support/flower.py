@@ -22,7 +22,7 @@ from fedplat.errors import FedplatError
 from fedplat.flower import identity
 from fedplat.flower.app import FlowerApp, read_app
 from fedplat.flower.client import ClientAppRunner
-from fedplat.flower.grid import Exchange, NodeReply
+from fedplat.flower.grid import MessageSet, NodeReply
 from fedplat.flower.identity import SERVER_NODE_ID
 from fedplat.flower.server import AppCheckpoint, ServerAppRun
 from fedplat.model import Parameters
@@ -88,7 +88,7 @@ def main(grid, context):
 class Run(msgspec.Struct, frozen=True):
     """What a run of an app has sent and returned."""
 
-    exchanges: list[Exchange]
+    sets: list[MessageSet]
     result: Any
     final_model: Parameters | None
     checkpoints: list[bytes]
@@ -125,17 +125,17 @@ def answer(app: FlowerApp, file: Parameters, node: int = 0, **options: Any) -> P
     return ClientAppRunner(app).answer(file, node, {"partition-id": node}, **options).reply.to_parameters()
 
 
-Fault = Callable[[Exchange, int], NodeReply | str | None]
+Fault = Callable[[MessageSet, int], NodeReply | str | None]
 
 
 def drive(
     app: FlowerApp,
     num_nodes: int = 4,
     restart_at: Collection[int] = (),
-    fault: Fault = lambda exchange, node: None,
+    fault: Fault = lambda sent, node: None,
     max_weight_factor: float = 0.0,
 ) -> Run:
-    """Run an app to its end; `restart_at` are the exchanges in which the server crashes and continues.
+    """Run an app to its end; `restart_at` are the messages during which the server crashes and continues.
 
     `fault` returns what happens in place of a node's answer: its reply, or "late" for none.
     """
@@ -143,34 +143,32 @@ def drive(
     run = ServerAppRun(app, lambda: nodes)
     run.grid.max_weight_factor = max_weight_factor
     module = server_module(app)
-    exchanges: list[Exchange] = []
+    sets: list[MessageSet] = []
     checkpoints: list[bytes] = []
-    exchange = run.advance()
-    while exchange is not None:
+    sent = run.advance()
+    while sent is not None:
         checkpoints.append(run.state)
-        if len(exchanges) in restart_at:
+        if len(sets) in restart_at:
             run.close()
             random.seed(99)
             np.random.seed(99)
-            run = ServerAppRun(
-                app, lambda: nodes, checkpoint=AppCheckpoint(checkpoints[-1], exchange.file.to_parameters())
-            )
-        exchanges.append(exchange)
-        replies = [_reply(runner, exchange, node, states, fault) for node in exchange.nodes]
-        exchange = run.advance([each for each in replies if each is not None])
+            run = ServerAppRun(app, lambda: nodes, checkpoint=AppCheckpoint(checkpoints[-1], sent.file.to_parameters()))
+        sets.append(sent)
+        replies = [_reply(runner, sent, node, states, fault) for node in sent.nodes]
+        sent = run.advance([each for each in replies if each is not None])
     result = module.RESULTS[-1] if getattr(module, "RESULTS", None) else None
-    return Run(exchanges, result, run.final_model, checkpoints)
+    return Run(sets, result, run.final_model, checkpoints)
 
 
 def _reply(
-    runner: ClientAppRunner, exchange: Exchange, node: int, states: dict[int, Parameters], fault: Fault
+    runner: ClientAppRunner, sent: MessageSet, node: int, states: dict[int, Parameters], fault: Fault
 ) -> NodeReply | None:
-    happened = fault(exchange, node)
+    happened = fault(sent, node)
     if happened == "late" or isinstance(happened, NodeReply):
         return None if happened == "late" else happened
     config = {"partition-id": node, "num-partitions": 4}
     try:
-        answered = runner.answer(exchange.file.to_parameters(), node, config, state=states.get(node))
+        answered = runner.answer(sent.file.to_parameters(), node, config, state=states.get(node))
     except FedplatError as exc:
         return NodeReply(node, None, str(exc))
     states[node] = answered.state
@@ -235,6 +233,6 @@ def arrays_of(result: Any) -> list[np.ndarray[Any, Any]]:
     return list(result.arrays.to_numpy_ndarrays())
 
 
-def node_sequence(exchanges: Sequence[Exchange]) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the types and the nodes of exchanges."""
-    return [(each.message_type, each.nodes) for each in exchanges]
+def node_sequence(sets: Sequence[MessageSet]) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the types and the nodes of sets of messages."""
+    return [(each.message_type, each.nodes) for each in sets]

@@ -10,8 +10,8 @@ from typing_extensions import override
 from fedplat.sweep.outcome import Objective, Outcome
 from fedplat.sweep.plan import Configuration, Stopping
 from fedplat.sweep.pool import SweepPool
-from fedplat.sweep.schedule import ChooseBatch, Evaluated, RunKey, RunStep, schedule
-from fedplat.sweep.worker import DoneReply, StepRequest, WorkerReply
+from fedplat.sweep.schedule import ChooseBatch, Evaluated, RunKey, RunPart, schedule
+from fedplat.sweep.worker import DoneReply, PartRequest, WorkerReply
 
 BASE = """\
 # equal clients
@@ -86,18 +86,18 @@ Curve = Callable[[Configuration, int], Sequence[float | None]]
 
 def drive(
     choose: ChooseBatch, seeds: Sequence[int], objective: Objective, curve: Curve, stopping: Stopping | None = None
-) -> tuple[list[list[RunStep]], list[Evaluated]]:
+) -> tuple[list[list[RunPart]], list[Evaluated]]:
     """Runs a schedule with outcomes from a function; returns all stages, and what was evaluated."""
-    stages: list[list[RunStep]] = []
+    stages: list[list[RunPart]] = []
     work = schedule(choose, seeds, objective, stopping)
     found: Mapping[RunKey, Outcome] | None = None
     while True:
         try:
-            steps = next(work) if found is None else work.send(found)
+            parts = next(work) if found is None else work.send(found)
         except StopIteration as end:
             return stages, end.value
-        stages.append(steps)
-        found = {step.key: _run(curve(step.configuration, step.seed), step.until) for step in steps}
+        stages.append(parts)
+        found = {part.key: _run(curve(part.configuration, part.seed), part.until) for part in parts}
 
 
 def _run(values: Sequence[float | None], until: int) -> Outcome:
@@ -107,12 +107,12 @@ def _run(values: Sequence[float | None], until: int) -> Outcome:
 class FakePool(SweepPool):
     """Answers at once, in the reverse order, with outcomes that `write` puts into the folder of the runs."""
 
-    def __init__(self, write: Callable[[StepRequest], None]) -> None:
+    def __init__(self, write: Callable[[PartRequest], None]) -> None:
         self.write = write
-        self.requests: list[StepRequest] = []
+        self.requests: list[PartRequest] = []
 
     @override
-    def compute(self, requests: Sequence[StepRequest]) -> Iterator[tuple[StepRequest, WorkerReply]]:
+    def compute(self, requests: Sequence[PartRequest]) -> Iterator[tuple[PartRequest, WorkerReply]]:
         self.requests += requests
         for request in reversed(requests):
             self.write(request)

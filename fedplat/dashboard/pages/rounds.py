@@ -19,7 +19,7 @@ STATES = (
 
 @dataclasses.dataclass(frozen=True)
 class FunnelBar:
-    """One step of the funnel. `share` is its part of the widest step, in per cent; `of_previous` a text."""
+    """One stage of the funnel. `share` is its part of the widest stage, in per cent; `of_previous` a text."""
 
     name: str
     count: int
@@ -72,7 +72,7 @@ def show_round(visit: Visit) -> rendering.Page:
         "round": each,
         "details": details,
         "is_private": is_private,
-        "steps": draw_funnel(each),
+        "stages": draw_funnel(each),
         "largest_loss": descriptions.largest_loss(each),
         "step": descriptions.describe_step(each.progress),
         "facts": descriptions.list_facts(each),
@@ -89,16 +89,18 @@ def show_round(visit: Visit) -> rendering.Page:
 
 
 def draw_funnel(each: admin_pb2.Round) -> list[FunnelBar]:
-    """Return the known steps of an attempt, from the clients that were waiting to the merged updates."""
-    known = [step for step in descriptions.funnel_steps(each) if step.count or step.name in ("selected", "reported")]
-    widest = max((step.count or 0 for step in known), default=0)
+    """Return the known stages of an attempt, from the clients that were waiting to the merged updates."""
+    known = [
+        stage for stage in descriptions.funnel_stages(each) if stage.count or stage.name in ("selected", "reported")
+    ]
+    widest = max((stage.count or 0 for stage in known), default=0)
     bars: list[FunnelBar] = []
     previous = 0
-    for step in known:
-        count = step.count or 0
+    for stage in known:
+        count = stage.count or 0
         share = 100.0 * count / widest if widest else 0.0
         of_previous = formats.percent(count, previous) if previous else ""
-        bars.append(FunnelBar(step.name.capitalize(), count, round(share, 1), of_previous, step.meaning))
+        bars.append(FunnelBar(stage.name.capitalize(), count, round(share, 1), of_previous, stage.meaning))
         previous = count
     return bars
 

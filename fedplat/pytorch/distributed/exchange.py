@@ -1,4 +1,4 @@
-"""The exchange of the vectors of logical ranks: the choice of a transport, and the one between pairs of processes."""
+"""Sums of the vectors of logical ranks: the choice of a transport, and messages between pairs of processes."""
 
 from __future__ import annotations
 

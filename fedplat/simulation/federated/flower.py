@@ -1,6 +1,6 @@
 """A Flower app in virtual time: its ServerApp runs between rounds, its ClientApp answers when a client reports.
 
-Each exchange of messages is a round, as on a server: model version k is the file of the message that the app sends
+Each set of messages is a round, as on a server: model version k is the file of the message that the app sends
 next, and an update is the file of a reply. The last version is the app's final model.
 """
 
@@ -47,7 +47,7 @@ class ClientFailure:
 
 
 @dataclasses.dataclass
-class ExchangeLog:
+class MessageLog:
     """What happened in a round besides the coordinator's numbers: the message's type, and failures in order."""
 
     message_type: str
@@ -62,7 +62,7 @@ class FlowerTraining(TrainingModel):
         """Import the ServerApp. Raises `FlowerError`."""
         # Without over-selection the app waits for all replies, so none of those of a moment is superfluous.
         self.one_at_a_time = spec.selection.over_selection > 1.0
-        self.log: dict[int, ExchangeLog] = {}
+        self.log: dict[int, MessageLog] = {}
         """What happened in each round, by its number."""
         self._app, self._answers, self._seed = app, answers, seed
         self._options = require_flower(spec)
@@ -71,7 +71,7 @@ class FlowerTraining(TrainingModel):
         self._run = server.ServerAppRun(app, self._nodes.list)
         self._run.grid.name_node = "client {}".format
         self._run.grid.max_weight_factor = self._options.max_weight_factor
-        self._exchange: grid.Exchange | None = None
+        self._sent: grid.MessageSet | None = None
         self._version = 0
         self._tasks: dict[AssignmentId, AppTask] = {}
         self._num_tasks = 0
@@ -105,7 +105,7 @@ class FlowerTraining(TrainingModel):
 
     @override
     def track(self, assignment: Assignment) -> None:
-        pass  # each version is one message, which the app's open exchange has
+        pass  # each version is one message, which the open set of messages has
 
     @override
     def expect(self, tasks: Sequence[DeviceAssignment]) -> None:
@@ -156,10 +156,10 @@ class FlowerTraining(TrainingModel):
 
     @override
     def commit(self, command: commands.Commit, job: JobState) -> AttemptAggregated:
-        assert self._exchange is not None
+        assert self._sent is not None
         arrived = {int(each.client_id): answer for each, answer in self._folded.items()}
         failures = job.open_attempt.failures if job.open_attempt is not None else {}
-        answers = [arrived[node].reply for node in self._exchange.nodes if node in arrived]
+        answers = [arrived[node].reply for node in self._sent.nodes if node in arrived]
         failed = [grid.NodeReply(int(client), None, reason) for client, reason in failures.items()]
         outcome = self._advance(command.key, answers, failed)
         self._states |= {node: answer.state for node, answer in arrived.items() if str(node) not in outcome.refused}
@@ -173,10 +173,10 @@ class FlowerTraining(TrainingModel):
     def _advance(
         self, key: AttemptKey, answers: Sequence[grid.NodeReply] = (), failed: Sequence[grid.NodeReply] = ()
     ) -> AttemptAggregated:
-        """Run the ServerApp to its next exchange, whose message is the next version, or to its end."""
+        """Run the ServerApp to its next messages, whose content is the next version, or to its end."""
         self._nodes.begin()
         with self._answers.server():
-            message = self._exchange = self._run.advance([*answers, *failed])
+            message = self._sent = self._run.advance([*answers, *failed])
         unread = {str(answer.node_id): answer.error for answer in answers if answer.content is None}
         refused = {**unread, **{str(node): text for node, text in self._run.grid.refused.items()}}
         if (log := self.log.get(key.round)) is not None:
@@ -186,7 +186,7 @@ class FlowerTraining(TrainingModel):
         size = self._sizes.model
         if message is not None:
             self._answers.publish(message.file)
-            self.log[key.round + 1] = ExchangeLog(message.message_type, len(message.nodes))
+            self.log[key.round + 1] = MessageLog(message.message_type, len(message.nodes))
             size = float(message.file.schema.file_size_bytes)
             # The size of replies is not known before: that of the message for training, and next to nothing otherwise.
             self._sizes = Sizes(size, size if message.message_type.startswith("train") else 0.0)

@@ -60,6 +60,8 @@ def check_sums(spec: job.JobSpec) -> None:
         )
     if build_release(spec) is not None:
         raise JobFileError(f"privacy: {reason}, which noise would make useless; expected none, or another estimator")
+    if problem := _describe_more_than_a_mean(spec):
+        raise JobFileError(problem.format(reason=reason))
     for key in ("uplink", "downlink"):
         codec = getattr(spec.compression, key)
         if codec is not None and not isinstance(codec, codecs.Plain):
@@ -67,6 +69,19 @@ def check_sums(spec: job.JobSpec) -> None:
                 f'compression.{key}: {reason}, which the codec "{plugins.name_of(codec)}" would round; expected '
                 'none, or { codec = "none", zstd = true }'
             )
+
+
+def _describe_more_than_a_mean(spec: JobSpec) -> str:
+    """Return why versions of a job would not be the mean of its clients' models, or ""."""
+    if spec.robust is not None:
+        return "robust: {reason}, which only the mean gives; expected no [robust]"
+    if spec.updates.clips:
+        key = "clip_norm" if spec.updates.clip_norm else "adaptive_clip"
+        return f"updates.{key}: {{reason}}, and a clipped update has the sums of no data; expected no clipping"
+    if find_training(spec).carries_over:
+        kind = name_of(spec.mode)
+        return f'mode.kind = "{kind}": {{reason}}, and updates are relative to an older version; expected "sync"'
+    return ""
 
 
 def check_file(file: SimulationFile) -> str:

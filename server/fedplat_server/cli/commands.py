@@ -36,6 +36,7 @@ from fedplat_server.cli.options import (
     LogLevel,
     Spool,
     blob_place,
+    check_database,
     database_url,
     format_options,
     locate_data,
@@ -438,6 +439,7 @@ def upgrade(data_dir: DataDir = DEFAULT_DATA_DIR, database: Database = None) -> 
     Safe to repeat.
     """
     url = database_url(data_dir, database)
+    check_database(data_dir, url)
     protect(data_dir, url)
     before = schema.current(url)
     schema.upgrade(url)

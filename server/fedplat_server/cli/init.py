@@ -20,6 +20,7 @@ from fedplat_server.cli.options import (
     DEFAULT_DATA_DIR,
     Database,
     DataDir,
+    check_database,
     database_url,
     protect,
     repeat_options,
@@ -61,6 +62,7 @@ def init(
     Safe to repeat: what exists is kept.
     """
     url = database_url(data_dir, database)
+    check_database(data_dir, url)
     protect(data_dir, url)
     folder = PkiFolder.of(data_dir.resolve())
     make_certificates(folder, host, url)

@@ -13,8 +13,8 @@ from typing import Annotated, TypeVar
 import click
 import typer
 
-from fedplat_server.config import DEFAULT_CACHE_BYTES
-from fedplat_server.database import engine
+from fedplat_server.config import DEFAULT_CACHE_BYTES, is_postgres
+from fedplat_server.database import engine, schema
 from fedplat_server.database.store import Store, open_store
 from fedplat_server.errors import ConfigError
 from fedplat_server.storage import data_dir as folder
@@ -156,7 +156,7 @@ _T = TypeVar("_T")
 def database_url(data_dir: Path, database: str | None) -> str:
     """Return the URL or the path of the database; create the data folder if the database is in it.
 
-    Raises `ConfigError` if the database would be new, in a data folder that has models or updates of another one.
+    Raises `ConfigError` if it would be a new one, for or in a data folder that has models or updates of another one.
     """
     if database is None:
         _check_text(str(data_dir.resolve()), "--data-dir")
@@ -164,8 +164,21 @@ def database_url(data_dir: Path, database: str | None) -> str:
         database = str(data_dir.resolve() / "fedplat.sqlite")
     path = engine.sqlite_path(engine.async_url(_check_text(database, "--database")))
     if path is not None and not path.exists():
-        ownership.check_new_database(path.resolve().parent, engine.describe(str(path.resolve())))
+        for each in {data_dir.resolve(), path.resolve().parent}:
+            ownership.check_new_database(each, engine.describe(str(path.resolve())))
     return database
+
+
+def check_database(data_dir: Path, url: str) -> None:
+    """Raise `ConfigError` if a database that is to be upgraded cannot be that of a data folder.
+
+    A database of an older release has no id yet: whether the folder is its own is decided at the start of the daemon.
+    """
+    state = schema.read_state(url)
+    if state.revision is None and is_postgres(url):
+        ownership.check_new_database(data_dir.resolve(), engine.describe(url))
+    elif state.database_id is not None:
+        ownership.check_folder(data_dir.resolve(), ownership.Owner(state.database_id, engine.describe(url)))
 
 
 def _check_text(path: str, option: str) -> str:

@@ -28,7 +28,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from fedplat_server import crash_points
 from fedplat_server.database.engine import WRITES, async_url, create_engine, sqlite_path, translate_errors
-from fedplat_server.database.tables import schema_compatibility
+from fedplat_server.database.tables import database_identity, schema_compatibility
 from fedplat_server.errors import SchemaVersionError, StoreUnavailableError
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
@@ -47,10 +47,11 @@ _GIVES_WAY = frozenset({"55P03", "40P01"})  # lock not available, deadlock
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SchemaState:
-    """The revision of a database, None if it is empty, and the oldest one whose code may use it, if it is known."""
+    """The revision of a database, None if it is empty, the oldest one whose code may use it, and its id, if known."""
 
     revision: str | None
     compatible_from: str | None
+    database_id: str | None = None
 
 
 def is_usable(state: SchemaState, code: str) -> bool:
@@ -78,7 +79,12 @@ def head() -> str:
 
 def current(database: str) -> str | None:
     """Return the revision of the database at a path or URL; None if it is empty or missing. Not for coroutines."""
-    return asyncio.run(_read(async_url(database))).revision
+    return read_state(database).revision
+
+
+def read_state(database: str) -> SchemaState:
+    """Return the state of the database at a path or URL, which may be empty or missing. Not for coroutines."""
+    return asyncio.run(_read(async_url(database)))
 
 
 def upgrade(database: str) -> str | None:
@@ -163,10 +169,14 @@ async def _read(url: URL) -> SchemaState:
 
 
 def _state_of(connection: sqlalchemy.Connection) -> SchemaState:
+    tables = sqlalchemy.inspect(connection)
+
+    def read(table: sqlalchemy.Table) -> str | None:
+        found = tables.has_table(table.name)
+        return connection.execute(sqlalchemy.select(table)).scalar_one_or_none() if found else None
+
     revision = MigrationContext.configure(connection).get_current_revision()
-    if not sqlalchemy.inspect(connection).has_table(schema_compatibility.name):
-        return SchemaState(revision, None)
-    return SchemaState(revision, connection.execute(sqlalchemy.select(schema_compatibility)).scalar_one_or_none())
+    return SchemaState(revision, read(schema_compatibility), read(database_identity))
 
 
 def _run(connection: sqlalchemy.Connection, url: URL) -> SchemaState:

@@ -28,7 +28,7 @@ _MAX_TEXT = 1000
 
 
 class RunState(msgspec.Struct, frozen=True):
-    """The state of a run between two exchanges: that of the app, and the clients that it knew."""
+    """The state of a run between two sets of messages: that of the app, and the clients that it knew."""
 
     app: bytes
     clients: tuple[str, ...]
@@ -96,7 +96,7 @@ class AppProcess:
         state = RunState(run.state, self._known)
         Path(request.state).write_bytes(msgspec.msgpack.encode(state))
         cohort = tuple(self._clients[node] for node in message.nodes if node in self._clients)
-        self._write(protocol.NextExchange(cohort, message.message_type, metrics, refused))
+        self._write(protocol.NextMessages(cohort, message.message_type, metrics, refused))
         return True
 
     def _list_nodes(self) -> Sequence[int]:

@@ -1,7 +1,7 @@
 """The protocol between the daemon and the process of a ServerApp: msgpack frames over its standard input and output.
 
-The daemon sends one `StartRun`, then an `AdvanceRun` for each exchange, and a `ListedClients` for each `ListClients`.
-The process answers `StartRun` and `AdvanceRun` with `NextExchange`, `RunEnded` or `RunFailed`. Files are named by path.
+The daemon sends one `StartRun`, then an `AdvanceRun` for each set of messages, and answers each `ListClients`. The
+process answers `StartRun` and `AdvanceRun` with `NextMessages`, `RunEnded` or `RunFailed`. Files are named by path.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StartRun(msgspec.Struct, tag="start", frozen=True):
 
 
 class AdvanceRun(msgspec.Struct, tag="advance", frozen=True):
-    """Continue the app with the replies to its last exchange: their files by client, and why others have failed.
+    """Continue the app with the replies to its last messages: their files by client, and why others have failed.
 
     The remaining clients were too late.
 
@@ -61,7 +61,7 @@ class RunStarted(msgspec.Struct, tag="started", frozen=True):
     continues: bool = False
 
 
-class NextExchange(msgspec.Struct, tag="exchange", frozen=True):
+class NextMessages(msgspec.Struct, tag="messages", frozen=True):
     """The app waits for replies of these clients. `refused`: as in `AttemptAggregated`."""
 
     cohort: tuple[str, ...]
@@ -85,7 +85,7 @@ class RunFailed(msgspec.Struct, tag="failed", frozen=True):
 
 
 Request = StartRun | AdvanceRun | ListedClients
-Answer = RunStarted | NextExchange | RunEnded | RunFailed | ListClients
+Answer = RunStarted | NextMessages | RunEnded | RunFailed | ListClients
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 

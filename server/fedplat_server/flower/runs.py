@@ -1,8 +1,8 @@
-"""The daemon's side of ServerApps: it starts their processes, and turns their exchanges into versions.
+"""The daemon's side of ServerApps: it starts their processes, and turns their messages into versions.
 
 A version of a Flower job is the message that its app sends next. The state stored with it is the app's checkpoint, so a
-process that ends, also with the daemon, is replaced by one that continues with the same exchange. The replies to an
-exchange are the updates of a round; they stay in the spool until the next version is stored.
+process that ends, also with the daemon, is replaced by one that continues with the same messages. The replies to
+them are the updates of a round; they stay in the spool until the next version is stored.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FindEnrolled = Callable[[JobState, Iterable[str]], Awaitable[Sequence[str]]]
 
 @dataclasses.dataclass(frozen=True)
 class AppStep:
-    """The result of an exchange: the files of the next version, and its cohort, which is empty if the app has ended."""
+    """The next messages: the files of the next version, and its cohort, which is empty if the app has ended."""
 
     message: Blob
     state: Blob | None
@@ -116,7 +116,7 @@ class FlowerRuns:
         return sorted(self._apps)
 
     def begin(self, job: JobState, command: RunWarmStart) -> None:
-        """Start the app of a job; its first exchange is posted as the job's first version."""
+        """Start the app of a job; its first messages are posted as the job's first version."""
         task = asyncio.create_task(self._begin(job, command.key), name=f"Flower app {command.key}")
         self._open[command.key] = task
 
@@ -147,7 +147,7 @@ class FlowerRuns:
     async def advance(
         self, job: JobState, blobs: BlobStore, replies: Mapping[str, Path], failures: Mapping[str, str]
     ) -> AppStep:
-        """Pass the replies of clients to the app of a job, and the reasons of failures; return its next exchange.
+        """Pass the replies of clients to the app of a job, and the reasons of failures; return its next messages.
 
         Raises `FlowerRunError` if the app fails.
         """
@@ -162,7 +162,7 @@ class FlowerRuns:
             files = {client: str(path) for client, path in replies.items()}
             return await self._step(job, run, blobs, files, failures)
         except asyncio.CancelledError:
-            await self._discard(job)  # its answer to this exchange will not be read
+            await self._discard(job)  # its answer to these replies will not be read
             raise
         except (EOFError, OSError, ValueError, FedplatError) as exc:
             await self._discard(job)
@@ -204,14 +204,14 @@ class FlowerRuns:
                 blob = await asyncio.to_thread(blobs.adopt_file, message) if answer.has_model else digest
                 self._runs.pop(job.job_id, None)
                 return AppStep(blob, None, (), answer.metrics, answer.refused)
-            assert isinstance(answer, protocol.NextExchange)
+            assert isinstance(answer, protocol.NextMessages)
             blob = await asyncio.to_thread(blobs.adopt_file, message)
             kept = await asyncio.to_thread(blobs.adopt_file, state)
         run.version, run.digest = job.latest.version + 1, blob.digest
         return AppStep(blob, kept, answer.cohort, answer.metrics, answer.refused)
 
     async def _start(self, job: JobState) -> tuple[_Run, bool]:
-        """Start the process of a job's app; return whether it continues with the exchange of the latest version."""
+        """Start the process of a job's app; return whether it continues with the messages of the latest version."""
         options = require_flower(job.spec)
         await self._discard(job)
         name = options.app

@@ -98,13 +98,13 @@ def check_folder(folder: Path, database: Owner) -> None:
 
 
 def check_new_database(data_dir: Path, url: str) -> None:
-    """Raise `ConfigError` if the database at `url`, which does not exist yet, cannot be that of a data folder."""
+    """Raise `ConfigError` if the database at `url`, which is missing or empty, cannot be that of a data folder."""
     owner = find_owner(data_dir)
     if not find_data(data_dir) and (owner is None or owner.url == url):
         return
     found = f"belongs to the database {owner}" if owner is not None else "has models or updates of a database"
     raise ConfigError(
-        f"the data folder {data_dir} {found}, and {url} does not exist: name the database with --database (or "
+        f"the data folder {data_dir} {found}, and {url} is new: name the database with --database (or "
         "FEDPLAT_DATABASE) as before, restore that file from a backup, or choose another folder with --data-dir"
     )
 

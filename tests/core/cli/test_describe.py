@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fedplat.admin import descriptions
-from fedplat.admin.descriptions import funnel_steps, largest_loss
+from fedplat.admin.descriptions import funnel_stages, largest_loss
 from fedplat.cli import clients, formats, round_description
 from fedplat.wire.v1 import admin_pb2
 from support.cli.commands import Run, parsed
@@ -24,6 +24,7 @@ selection = {goal = 8, where = "region == 'eu'", min_separation = 2}
 """
 COMMITTED, ABANDONED = admin_pb2.ATTEMPT_PHASE_COMMITTED, admin_pb2.ATTEMPT_PHASE_ABANDONED
 COLLECTING, SELECTING = admin_pb2.ATTEMPT_PHASE_COLLECTING, admin_pb2.ATTEMPT_PHASE_SELECTING
+EXCHANGING = admin_pb2.ATTEMPT_PHASE_EXCHANGING
 
 
 def attempt(phase: admin_pb2.AttemptPhase.ValueType = COMMITTED, /, **numbers: Any) -> admin_pb2.Round:
@@ -74,7 +75,7 @@ def test_the_largest_loss_of_an_ended_attempt(numbers: dict[str, int], sentence:
 def test_an_abandoned_attempt_merged_nothing_and_that_is_no_loss():
     given = attempt(ABANDONED, merged=0)
     assert largest_loss(given).startswith("the largest loss: 3 of 9 clients received the model")
-    assert [(step.name, step.count) for step in funnel_steps(given)][-2:] == [("reported", 6), ("merged", None)]
+    assert [(step.name, step.count) for step in funnel_stages(given)][-2:] == [("reported", 6), ("merged", None)]
 
 
 def test_an_open_attempt_has_no_loss_yet():
@@ -86,8 +87,8 @@ def test_an_open_attempt_has_no_loss_yet():
 
 def test_numbers_that_an_older_server_did_not_count_are_not_losses():
     given = attempt(checked_in=0, eligible=0, downloaded=0, trained=0)
-    assert [step.count for step in funnel_steps(given)] == [None, None, 10, None, None, 6, 5]
-    assert largest_loss(given) == ("the largest loss: 4 of 10 clients did not come to the step 'reported'")
+    assert [step.count for step in funnel_stages(given)] == [None, None, 10, None, None, 6, 5]
+    assert largest_loss(given) == ("the largest loss: 4 of 10 clients did not come to the stage 'reported'")
     rows = round_description.funnel_rows(given)
     assert [row[1:3] for row in rows] == [
         *([("-", "")] * 2),
@@ -100,7 +101,7 @@ def test_numbers_that_an_older_server_did_not_count_are_not_losses():
 
 def test_an_evaluation_merges_nothing():
     given = attempt(kind=admin_pb2.ATTEMPT_KIND_EVALUATE, merged=0)
-    assert [step.name for step in funnel_steps(given)][-1] == "reported"
+    assert [step.name for step in funnel_stages(given)][-1] == "reported"
 
 
 @pytest.fixture
@@ -211,6 +212,10 @@ def test_an_open_attempt_is_explained(run: Run, state: State, job: admin_pb2.Job
     assert text in run("job", "describe", "digits").stdout
     state.details[2, 1].round.CopyFrom(attempt(admin_pb2.ATTEMPT_PHASE_COMMITTING))
     assert "round 2/3 is being committed" in run("job", "describe", "digits").stdout
+    shown = state.details[2, 1].round
+    for phase, verb in ((admin_pb2.ATTEMPT_PHASE_SHARING, "aggregates securely"), (EXCHANGING, "exchanges models")):
+        shown.progress.step.CopyFrom(admin_pb2.StepProgress(phase=phase, num_done=2, num_wanted=8))
+        assert f"round 2/3 {verb}: 2 of 8 clients have" in run("job", "describe", "digits").stdout
 
 
 @pytest.mark.usefixtures("job")
@@ -253,7 +258,7 @@ def test_a_client_is_described_with_why_it_is_not_selected(run: Run):
     shown = run("client", "describe", "c-0").stdout
     assert "now          it is not connected; it was seen " in shown
     assert "assignments  1 FAILED; most often because of TRAINER_ERROR\n" in shown
-    assert "never with these labels; the job selects clients with region == 'eu'\n" in shown
+    assert "never: the job selects clients with region == 'eu', and its labels do not match\n" in shown
     eligible = run("client", "describe", "c-1").stdout
     assert "now          it is connected and waits for work\n" in eligible
     assert "eligible by its labels if it has the trainer digits; a round takes 11, and a client rests for" in eligible
@@ -273,7 +278,7 @@ def test_a_busy_client_that_sends_nothing_is_silent():
     client = admin_pb2.Client(client_id="c", last_seen_unix_s=T0, job_id="j-1", state="busy")
     assert clients.describe_silence(client, T0 + 44.0) == ""
     assert clients.describe_silence(client, T0 + 75.0) == ", silent for 1 min 15 s"
-    assert "was last seen 1 min 15 s ago: it may be gone" in clients.explain(client, T0 + 75.0)
+    assert "was last seen 1 min 15 s ago: it may have stopped" in clients.explain(client, T0 + 75.0)
     client.state = "away"
     assert clients.describe_silence(client, T0 + 75.0) == ""
 

@@ -14,7 +14,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from fedplat.errors import FedplatError, FlowerError
 from fedplat.flower import records
 from fedplat.flower.client import ClientAppRunner
-from fedplat.flower.grid import Exchange, NodeReply
+from fedplat.flower.grid import MessageSet, NodeReply
 from fedplat.flower.records import MessageFile
 from fedplat.flower.server import AppCheckpoint, ServerAppRun
 from support import flower, polling
@@ -71,7 +71,7 @@ def test_a_legacy_app(tmp_path: Path) -> None:
 
 
 def test_a_legacy_app_with_a_failed_and_a_late_client(tmp_path: Path) -> None:
-    def fault(exchange: Exchange, node: int) -> NodeReply | str | None:
+    def fault(sent: MessageSet, node: int) -> NodeReply | str | None:
         return "late" if node == 2 else NodeReply(3, None, "out of memory") if node == 3 else None
 
     run = flower.drive(flower.write_app(tmp_path, LEGACY_CLIENT, LEGACY_SERVER), fault=fault)
@@ -146,7 +146,7 @@ DIFFERENT = """
 def test_no_node_receives_the_message_of_another_one(tmp_path: Path) -> None:
     run = flower.drive(flower.write_app(tmp_path, ECHO, OWN_HEAD + DIFFERENT))
     assert run.result == [{"number": 10 * node, "node": node} for node in range(4)]
-    assert [each.nodes for each in run.exchanges] == [(0,), (1,), (2,), (3,)]
+    assert [each.nodes for each in run.sets] == [(0,), (1,), (2,), (3,)]
 
 
 EQUAL = """
@@ -156,10 +156,10 @@ EQUAL = """
 """
 
 
-def test_equal_messages_are_one_exchange(tmp_path: Path) -> None:
+def test_equal_messages_are_one_set(tmp_path: Path) -> None:
     run = flower.drive(flower.write_app(tmp_path, ECHO, OWN_HEAD + EQUAL))
     assert run.result == [(0, 0), (1, 1), (0, 2), (1, 3), (5, 0), (5, 0), (5, 1)]
-    assert [each.nodes for each in run.exchanges] == [(0, 2), (1, 3), (0, 1), (0,)]
+    assert [each.nodes for each in run.sets] == [(0, 2), (1, 3), (0, 1), (0,)]
 
 
 ACTIONS = """
@@ -202,7 +202,7 @@ POLLING = """
 def test_an_app_that_polls_for_replies_ends(tmp_path: Path) -> None:
     app = flower.write_app(tmp_path, ECHO, OWN_HEAD + POLLING)
     faults: dict[int, NodeReply | str] = {1: "late", 2: NodeReply(2, None, "out of memory")}
-    run = flower.drive(app, fault=lambda exchange, node: faults.get(node))
+    run = flower.drive(app, fault=lambda sent, node: faults.get(node))
     assert run.result == [(0, ""), (1, "the reply did not arrive in time"), (2, "out of memory"), (3, "")]
 
 
@@ -213,7 +213,7 @@ UNREAD = """
 
 def test_messages_whose_replies_are_not_read_are_sent(tmp_path: Path) -> None:
     run = flower.drive(flower.write_app(tmp_path, ECHO, OWN_HEAD + UNREAD))
-    assert [each.nodes for each in run.exchanges] == [(2,)]
+    assert [each.nodes for each in run.sets] == [(2,)]
 
 
 MODS = """
@@ -349,7 +349,7 @@ def test_wrong_replies_of_all_clients_are_one_sentence(name: str, tmp_path: Path
     wrong = records.encode(MessageFile(RecordDict(WRONG_REPLIES[name])))
     app = flower.write_app(tmp_path)
     with pytest.raises(FedplatError) as caught:
-        flower.drive(app, fault=lambda exchange, node: NodeReply.read(node, wrong))
+        flower.drive(app, fault=lambda sent, node: NodeReply.read(node, wrong))
     blamed = "the num-examples of all 4 replies" if name == "no example" else f"the ServerApp of {app.name} raised "
     assert str(caught.value).startswith(blamed)
 
@@ -359,14 +359,14 @@ def test_a_reply_that_is_no_message_is_an_error_reply(tmp_path: Path) -> None:
 
     other = Parameters.from_arrays({"a": np.zeros(2)})
     run = flower.drive(
-        flower.write_app(tmp_path), fault=lambda exchange, node: NodeReply.read(node, other) if node == 1 else None
+        flower.write_app(tmp_path), fault=lambda sent, node: NodeReply.read(node, other) if node == 1 else None
     )
     assert run.final_model is not None
 
 
 @pytest.mark.parametrize("happened", ["late", NodeReply(1, None, "out of memory")])
 def test_a_strategy_goes_on_without_a_client(happened: NodeReply | str, tmp_path: Path) -> None:
-    def fault(exchange: Exchange, node: int) -> NodeReply | str | None:
+    def fault(sent: MessageSet, node: int) -> NodeReply | str | None:
         return happened if node == 1 else None
 
     app = flower.write_app(tmp_path)
@@ -377,8 +377,8 @@ def test_a_strategy_goes_on_without_a_client(happened: NodeReply | str, tmp_path
 
 
 def test_a_strategy_goes_on_without_any_client(tmp_path: Path) -> None:
-    run = flower.drive(flower.write_app(tmp_path), fault=lambda exchange, node: "late")
-    assert len(run.exchanges) == 6
+    run = flower.drive(flower.write_app(tmp_path), fault=lambda sent, node: "late")
+    assert len(run.sets) == 6
     assert run.final_model is not None
 
 

@@ -96,13 +96,13 @@ def train(
     app = flower.write_app(app_folder, server=SERVER.format_map(options))
     run = ServerAppRun(app, lambda: list(range(NUM_NODES)))
     run.grid.max_weight_factor = 10.0
-    exchange, refused = run.advance(), dict[int, str]()
-    while exchange is not None:
+    sent, refused = run.advance(), dict[int, str]()
+    while sent is not None:
         replies = []
-        for node in exchange.nodes:
+        for node in sent.nodes:
             content = bad() if bad is not None and node < num_bad else good()
             replies.append(NodeReply.read(node, records.encode(MessageFile(content))))
-        exchange = run.advance(replies)
+        sent = run.advance(replies)
         refused |= run.grid.refused
     assert run.grid.final_arrays is not None
     return run.grid.final_arrays["0"].numpy(), refused

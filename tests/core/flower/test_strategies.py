@@ -1,4 +1,4 @@
-"""Strategies on fedplat's grid: results equal those of Flower's own rounds, also after a crash in any exchange."""
+"""Strategies on fedplat's grid: results equal those of Flower's own rounds, also after any crash."""
 
 from __future__ import annotations
 
@@ -73,18 +73,18 @@ def test_equals_the_rounds_of_flower(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", mark_slow(RESTARTED, fast=("FedAvg of half",)))
-def test_a_crash_in_any_exchange_changes_no_byte(name: str, tmp_path: Path) -> None:
+def test_a_crash_at_any_set_of_messages_changes_no_byte(name: str, tmp_path: Path) -> None:
     app = flower.write_app(tmp_path, server=flower.strategy_server(*STRATEGIES[name]))
     calm = flower.drive(app, num_nodes=8)
     assert calm.final_model is not None
-    for number in range(len(calm.exchanges)):
+    for number in range(len(calm.sets)):
         disturbed = flower.drive(app, num_nodes=8, restart_at=[number])
-        assert flower.node_sequence(disturbed.exchanges) == flower.node_sequence(calm.exchanges)
+        assert flower.node_sequence(disturbed.sets) == flower.node_sequence(calm.sets)
         assert disturbed.final_model == calm.final_model
         assert str(disturbed.result) == str(calm.result)
 
 
-def test_a_crash_in_every_exchange_changes_no_byte(tmp_path: Path) -> None:
+def test_a_crash_at_every_set_of_messages_changes_no_byte(tmp_path: Path) -> None:
     app = flower.write_app(tmp_path, server=flower.strategy_server(*STRATEGIES["the user's"]))
     calm = flower.drive(app)
     assert flower.drive(app, restart_at=range(6)).final_model == calm.final_model
@@ -103,7 +103,7 @@ def test_an_app_may_start_several_strategies(tmp_path: Path) -> None:
     app = flower.write_app(tmp_path, server=head + TWO_STARTS)
     expected = flower.arrays_of(flower.run_with_flower(app))
     calm = flower.drive(app)
-    assert len(calm.exchanges) == 8
+    assert len(calm.sets) == 8
     for number in (None, *range(8)):
         run = flower.drive(app, restart_at=[] if number is None else [number])
         for ours, theirs in zip(flower.arrays_of(run.result), expected, strict=True):
@@ -115,8 +115,8 @@ def test_a_checkpoint_takes_the_arrays_from_the_message(tmp_path: Path) -> None:
     calm, crashed = (flower.drive(flower.write_app(tmp_path, server=server), restart_at=at) for at in ([], [1, 4]))
     for run in (calm, crashed):
         assert all(
-            len(state) < 20_000 < 480_000 < exchange.file.schema.size_bytes
-            for state, exchange in zip(run.checkpoints, run.exchanges, strict=True)
+            len(state) < 20_000 < 480_000 < sent.file.schema.size_bytes
+            for state, sent in zip(run.checkpoints, run.sets, strict=True)
         )
     for ours, theirs in zip(flower.arrays_of(crashed.result), flower.arrays_of(calm.result), strict=True):
         np.testing.assert_array_equal(ours, theirs, strict=True)
@@ -138,10 +138,10 @@ def test_the_metrics_of_a_round_are_published(tmp_path: Path) -> None:
 
     app = flower.write_app(tmp_path)
     run = ServerAppRun(app, lambda: [0, 1])
-    exchange = run.advance()
-    while exchange is not None:
-        exchange = run.advance(
-            [NodeReply.read(node, flower.answer(app, exchange.file.to_parameters(), node)) for node in exchange.nodes]
+    sent = run.advance()
+    while sent is not None:
+        sent = run.advance(
+            [NodeReply.read(node, flower.answer(app, sent.file.to_parameters(), node)) for node in sent.nodes]
         )
     metrics = run.grid.take_metrics()
     assert metrics["round"] == 3.0

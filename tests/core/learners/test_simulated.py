@@ -136,6 +136,10 @@ WRONG_FOR_SUMS = {
     '[compression]\nuplink = { codec = "quantize" }\n': 'compression.uplink: .*the codec "quantize" would round',
     '[compression]\ndownlink = { codec = "bf16" }\n': 'compression.downlink: .*the codec "bf16" would round',
     PRIVATE: "privacy: .*which noise would make useless",
+    '[robust]\nbyzantine = 1\nrule = { name = "median" }\n': "robust: .*which only the mean gives",
+    "[updates]\nclip_norm = 1.0\n": "updates.clip_norm: .*a clipped update has the sums of no data",
+    "[updates]\nadaptive_clip = {}\n": "updates.adaptive_clip: .*a clipped update",
+    '[mode]\nkind = "buffered"\nconcurrency = 3\n': 'mode.kind = "buffered": .*relative to an older version',
 }
 
 

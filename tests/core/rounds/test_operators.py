@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from fedplat.rounds import AttemptKey, Verdict, sync
+from fedplat.rounds import AttemptKey, Verdict, dispatch
 from fedplat.rounds.events import (
     AggregationFailed,
     AssignmentFailed,
@@ -249,7 +249,7 @@ def test_a_lost_batch_of_every_event_changes_nothing(phase: Callable[[], Driver]
 def test_candidates_are_only_taken_while_the_job_selects(phase: Callable[[], Driver], final: bool) -> None:
     driver = phase()
     for client_ids in ((), ("a",), ("a", "b")):
-        transition = sync.step(driver.job, CandidatesDrawn("j", client_ids, final), driver.context)
+        transition = dispatch.apply(driver.job, CandidatesDrawn("j", client_ids, final), driver.context)
         if phase is not selecting:
             assert transition.job is driver.job
             assert not transition.verdict.accepted
@@ -261,5 +261,5 @@ def test_only_open_assignments_are_reclaimed(phase: Callable[[], Driver]) -> Non
     for client_id in ("c0", "c1", "nobody"):
         key = driver.key if driver.job.attempt is not None else AttemptKey("j", 1, 1)
         found = driver.coordinator.find(key, client_id)
-        transition = sync.step(driver.job, AssignmentReclaimed(key, client_id), driver.context)
+        transition = dispatch.apply(driver.job, AssignmentReclaimed(key, client_id), driver.context)
         assert transition.verdict.accepted is (found is not None and found.is_busy)

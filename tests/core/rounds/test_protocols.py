@@ -8,7 +8,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from fedplat.job.tables import JobTables
-from fedplat.rounds import sync
+from fedplat.rounds import dispatch
 from fedplat.rounds.events import JobEvent
 from fedplat.rounds.protocols import base, registry
 from fedplat.rounds.protocols.base import RoundProtocol
@@ -25,7 +25,9 @@ def test_each_mode_has_a_protocol() -> None:
 
 def test_each_event_has_one_handler() -> None:
     own = [event for protocol in registry.ALL for event in protocol.handlers if not protocol.name.startswith("private")]
-    assert sorted(event.__name__ for event in (*sync.COMMON, *own)) == sorted(e.__name__ for e in get_args(JobEvent))
+    assert sorted(event.__name__ for event in (*dispatch.COMMON, *own)) == sorted(
+        e.__name__ for e in get_args(JobEvent)
+    )
 
 
 @pytest.mark.parametrize("inner", [registry.AVERAGING, registry.SECURE], ids=lambda inner: inner.name)

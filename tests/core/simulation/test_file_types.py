@@ -10,7 +10,7 @@ import pytest
 
 from fedplat.errors import DataError
 from fedplat.simulation.data import federation, partitioners, sources
-from support.simulation.tables import write_parquet
+from support.simulation.tables import write_leaf, write_parquet
 
 ALL = partitioners.Iid(clients=1)
 
@@ -174,6 +174,30 @@ def test_whole_inputs_that_float32_would_round_are_refused(number: int, suffix: 
     ):
         federation(kind(**options), ALL, folder=tmp_path)
     assert federation(kind(**options, dtype="float32"), ALL, folder=tmp_path).inputs.dtype == np.float32
+
+
+@pytest.mark.parametrize("number", [2**24 + 1, -(2**24) - 1, 2**53 + 1, 12345678901234567890])
+def test_whole_inputs_of_leaf_that_float32_would_round_are_refused(number: int, tmp_path: Path) -> None:
+    write_leaf(tmp_path / "leaf", {"anna": ([[1, 1], [2, number]], [0, 1])})
+    expected = rf"data.json, user 'anna', row 2: {number} in x would be rounded to float32; .*int64"
+    with pytest.raises(DataError, match=expected):
+        federation(sources.Leaf("leaf", test_fraction=0.0), ALL, folder=tmp_path)
+    rounded = federation(sources.Leaf("leaf", test_fraction=0.0, dtype="float32"), ALL, folder=tmp_path)
+    assert rounded.inputs.dtype == np.float32
+    if abs(number) < 2**63:
+        exact = federation(sources.Leaf("leaf", test_fraction=0.0, dtype="int64"), ALL, folder=tmp_path)
+        assert exact.inputs.tolist() == [[1, 1], [2, number]]
+
+
+@pytest.mark.parametrize("number", [2**24 + 1, 2**53 + 1, 10**20 + 1])
+def test_one_of_several_targets_that_float32_would_round_is_refused(number: int, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(f"x,y,z\n1,5,0.5\n1,{number},0.5\n")
+    options: dict[str, Any] = {"path": "a.csv", "inputs": "x", "test_fraction": 0.0}
+    expected = rf"a.csv, row 2: {number} in column 'y' would be rounded to float32, as several targets are"
+    with pytest.raises(DataError, match=expected):
+        federation(sources.Csv(**options, targets=["y", "z"]), ALL, folder=tmp_path)
+    (tmp_path / "a.csv").write_text(f"x,y,z\n1,5,0.5\n1,{number}.0,0.5\n")  # a quantity
+    assert federation(sources.Csv(**options, targets=["y", "z"]), ALL, folder=tmp_path).targets.dtype == np.float32
 
 
 def test_inputs_that_float32_holds_need_no_dtype(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from fedplat.cli.app import app as cli
 from fedplat.errors import EngineError, JobFileError
 from fedplat.model import Parameters
 from fedplat.simulation import simulate
-from fedplat.simulation.flower import AppOptions, ExchangeResult, run_app
+from fedplat.simulation.flower import AppOptions, MessageSetResult, run_app
 from support.cli.runner import CliRunner
 from support.simulation import flower_apps
 from support.simulation.flower_apps import write_app
@@ -57,19 +57,19 @@ def compute_reference(folder: Path, num_clients: int, seed: int) -> Parameters:
     randomness.seed(seed)
     states: dict[int, Parameters] = {}
     counts: dict[int, int] = {}
-    exchange = server.advance()
-    while exchange is not None:
+    sent = server.advance()
+    while sent is not None:
         own, replies = randomness.get_states(), list[NodeReply]()
-        for node in exchange.nodes:
+        for node in sent.nodes:
             counts[node] = counts.get(node, 0) + 1
             randomness.seed(training_seed(seed, node, counts[node]))
             config = {"partition-id": node, "num-partitions": num_clients}
-            answer = client.answer(exchange.file.to_parameters(), node, config, state=states.get(node))
+            answer = client.answer(sent.file.to_parameters(), node, config, state=states.get(node))
             states[node] = answer.state
             replies.append(NodeReply.read(node, answer.reply.to_parameters()))
         randomness.set_states(own)
         identity.assume(1)
-        exchange = server.advance(replies)
+        sent = server.advance(replies)
     model = server.final_model
     assert model is not None
     return model
@@ -118,39 +118,39 @@ def test_the_example_has_the_model_of_a_plain_loop(here: Path) -> None:
 
 def test_a_loop_of_the_apps_own(here: Path) -> None:
     folder = write_app(here / "app", flower_apps.OWN_LOOP, flower_apps.OWN_LOOP_CLIENT)
-    exchanges: list[ExchangeResult] = []
-    done = run_app(folder, AppOptions(workers=1), on_exchange=exchanges.append)
+    sets: list[MessageSetResult] = []
+    done = run_app(folder, AppOptions(workers=1), on_messages=sets.append)
     assert done.model is None
-    assert [each.message_type for each in exchanges] == ["query.sum", "query.sum"]
+    assert [each.message_type for each in sets] == ["query.sum", "query.sum"]
     assert (here / "sums.txt").read_text() == "36 0"  # twice 0 + 1 + ... + 5, and 6 times the number of the round
 
 
 def test_an_app_of_the_old_api(here: Path) -> None:
-    exchanges: list[ExchangeResult] = []
+    sets: list[MessageSetResult] = []
     folder = write_app(here / "app", flower_apps.LEGACY_SERVER, flower_apps.LEGACY_CLIENT)
-    run_app(folder, AppOptions(workers=1), on_exchange=exchanges.append)
-    # Each of its threads sends one message, so on a busy machine several exchanges have those of a round.
+    run_app(folder, AppOptions(workers=1), on_messages=sets.append)
+    # Each of its threads sends one message, so on a busy machine several sets have those of a round.
     replies = {
         kind: [each.num_replies for each in group]
-        for kind, group in itertools.groupby(exchanges, key=lambda each: each.message_type)
+        for kind, group in itertools.groupby(sets, key=lambda each: each.message_type)
     }
-    types = [kind for kind, _ in itertools.groupby(each.message_type for each in exchanges)]
+    types = [kind for kind, _ in itertools.groupby(each.message_type for each in sets)]
     assert types == ["get_parameters", "train", "evaluate", "train", "evaluate"]
     assert {kind: sum(counts) for kind, counts in replies.items()} == {"get_parameters": 1, "train": 6, "evaluate": 6}
-    assert exchanges[-1].metrics["loss"] == pytest.approx(2.0)  # each of two rounds adds 1 to the parameters
+    assert sets[-1].metrics["loss"] == pytest.approx(2.0)  # each of two rounds adds 1 to the parameters
 
 
 def test_failed_and_late_clients_are_error_replies(here: Path) -> None:
     fleet = "[deadlines]\nselection_s = 60\n[simulation]\nseed = 2\n[simulation.fleet]\nfails = 0.2\nvanishes = 0.2\n"
     folder = write_app(here / "app", flower_apps.OWN_LOOP, flower_apps.OWN_LOOP_CLIENT, fedplat=fleet)
-    exchanges: list[ExchangeResult] = []
-    run_app(folder, AppOptions(("num-rounds=5",), workers=1), on_exchange=exchanges.append)
+    sets: list[MessageSetResult] = []
+    run_app(folder, AppOptions(("num-rounds=5",), workers=1), on_messages=sets.append)
     errors = int((here / "sums.txt").read_text().split()[1])
     assert 0 < errors < 30
-    merged = [each for each in exchanges if not each.problem]  # without abandoned attempts
+    merged = [each for each in sets if not each.problem]  # without abandoned attempts
     assert [each.round for each in merged] == [1, 2, 3, 4, 5]
     assert errors == sum(each.num_messages - each.num_replies for each in merged)
-    assert sum(each.num_failed for each in exchanges) > 0
+    assert sum(each.num_failed for each in sets) > 0
 
 
 def test_an_app_that_waits_gets_failures_but_no_late_replies(here: Path) -> None:
@@ -159,10 +159,10 @@ def test_an_app_that_waits_gets_failures_but_no_late_replies(here: Path) -> None
     assert "send_and_receive" in waiting
     fleet = "[selection]\nover_selection = 2.0\n[simulation]\nseed = 2\n[simulation.fleet]\nnoise = 1.0\nfails = 0.3\n"
     folder = write_app(here / "app", waiting, flower_apps.OWN_LOOP_CLIENT, fedplat=fleet)
-    exchanges: list[ExchangeResult] = []
-    run_app(folder, AppOptions(("num-rounds=5",), workers=1), on_exchange=exchanges.append)
+    sets: list[MessageSetResult] = []
+    run_app(folder, AppOptions(("num-rounds=5",), workers=1), on_messages=sets.append)
     errors = int((here / "sums.txt").read_text().split()[1])
-    merged = [each for each in exchanges if not each.problem]
+    merged = [each for each in sets if not each.problem]
     assert errors == sum(each.num_failed for each in merged) > 0
     assert errors < sum(each.num_messages - each.num_replies for each in merged)
 
@@ -308,12 +308,12 @@ def test_the_file_cannot_decide_what_the_app_decides(here: Path) -> None:
 def test_the_tables_of_the_file_apply(here: Path) -> None:
     text = "[simulation]\nseed = 5\nworkers = 1\n[simulation.fleet]\nnum_clients = 8\n[flower]\nmax_reply_mb = 0.0001\n"
     folder = write_app(here / "app", flower_apps.OWN_LOOP, flower_apps.OWN_LOOP_CLIENT, fedplat=text)
-    exchanges: list[ExchangeResult] = []
-    done = run_app(folder, on_exchange=exchanges.append)
+    sets: list[MessageSetResult] = []
+    done = run_app(folder, on_messages=sets.append)
     assert (done.result.seed, done.result.num_clients, done.computed.engine) == (5, 8, "loop")
     assert done.result.status == "FAILED"
-    assert len(exchanges) == 3  # retry.max_attempts
-    assert "flower.max_reply_mb allows 104" in exchanges[0].failures[0]
+    assert len(sets) == 3  # retry.max_attempts
+    assert "flower.max_reply_mb allows 104" in sets[0].failures[0]
 
 
 def test_a_client_app_may_start_processes(here: Path) -> None:

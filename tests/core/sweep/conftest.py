@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from fedplat.sweep import runner
-from fedplat.sweep.worker import OUTCOME, StepRequest
+from fedplat.sweep.worker import OUTCOME, PartRequest
 from support.cli.fake_admin import FakeServer
 from support.cli.fake_state import State
 from support.sweeps import FakePool, outcome
@@ -20,7 +20,7 @@ from support.sweeps import FakePool, outcome
 def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePool:
     """Configuration n gains n hundredths per round, in the folder `out`."""
 
-    def write(request: StepRequest) -> None:
+    def write(request: PartRequest) -> None:
         folder = tmp_path / "out/runs" / request.folder
         folder.mkdir(parents=True, exist_ok=True)
         number, seed = re.findall(r"\d+", request.folder)

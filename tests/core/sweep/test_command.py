@@ -23,7 +23,7 @@ from fedplat.cli.sweep import SweepBoard, draw_progress
 from fedplat.simulation.report.plots import new_figure
 from fedplat.sweep import StepProgress
 from fedplat.sweep.plots import draw_curves
-from fedplat.sweep.schedule import RunStep
+from fedplat.sweep.schedule import RunPart
 from support.cli.commands import environment
 from support.cli.fake_admin import FakeServer
 from support.cli.fake_state import State
@@ -182,12 +182,12 @@ def test_the_live_table_shows_the_runs_in_progress(here: Path) -> None:
     file = sweep.read(write_sweep(here))
     seconds = iter([0.0, 10.0, 10.0, 10.0])
     board = SweepBoard(file, lambda: next(seconds))
-    steps = [RunStep(configuration, 0, 0) for configuration in file.configurations]
+    parts = [RunPart(configuration, 0, 0) for configuration in file.configurations]
 
-    def report(step: RunStep, number: int, value: float, done: int, is_done: bool = False) -> None:
+    def report(part: RunPart, number: int, value: float, done: int, is_done: bool = False) -> None:
         board.add(
             StepProgress(
-                step=step,
+                part=part,
                 round=number,
                 num_rounds=6,
                 value=value,
@@ -198,10 +198,10 @@ def test_the_live_table_shows_the_runs_in_progress(here: Path) -> None:
             )
         )
 
-    report(steps[0], 2, 0.25, 0)
-    report(steps[1], 3, 0.5, 0)
+    report(parts[0], 2, 0.25, 0)
+    report(parts[1], 3, 0.5, 0)
     assert board.sentence() == "0/8 runs"
-    report(steps[1], 6, 0.75, 1, is_done=True)
+    report(parts[1], 6, 0.75, 1, is_done=True)
     console = Console(file=io.StringIO(), width=110, force_terminal=False)
     output = Output(False)
     output.messages = console

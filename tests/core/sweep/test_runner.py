@@ -22,7 +22,7 @@ from fedplat.simulation.data.sources import SourcePaths
 from fedplat.simulation.scenario import file as files
 from fedplat.sweep import StepProgress, worker
 from fedplat.sweep.outcome import Outcome
-from fedplat.sweep.worker import OUTCOME, DoneReply, FailureReply, StepRequest, SweepWorker, WorkerSetup
+from fedplat.sweep.worker import OUTCOME, DoneReply, FailureReply, PartRequest, SweepWorker, WorkerSetup
 from support.polling import until
 from support.simulation.engines import RAY
 from support.sweeps import BASE, GRID, HALVING, SEARCH, write_sweep
@@ -99,7 +99,7 @@ def setup(folder: Path, **more: Any) -> WorkerSetup:
 
 
 def compute(made: SweepWorker, folder: Path, until: int = 0, *changes: str) -> Outcome:
-    request = StepRequest(folder="run", changes=["simulation.engine=loop", *changes], until=until)
+    request = PartRequest(folder="run", changes=["simulation.engine=loop", *changes], until=until)
     assert made.run(request, lambda reply: None) == DoneReply()
     return msgspec.json.decode((folder / "runs/run" / OUTCOME).read_bytes(), type=Outcome)
 
@@ -138,10 +138,10 @@ def test_a_worker_loads_each_data_set_once(tmp_path: Path, monkeypatch: pytest.M
     made = SweepWorker(setup(tmp_path))
     changes = ["rounds=1", "simulation.partition.clients=10"]
     for number in range(3):
-        request = StepRequest(folder=f"run-{number}", changes=[*changes, f"simulation.seed={number}"], until=0)
+        request = PartRequest(folder=f"run-{number}", changes=[*changes, f"simulation.seed={number}"], until=0)
         assert made.run(request, lambda reply: None) == DoneReply()
     assert len(loads) == 1
-    other = StepRequest(folder="other", changes=[*changes, "simulation.data.test_fraction=0.5"], until=0)
+    other = PartRequest(folder="other", changes=[*changes, "simulation.data.test_fraction=0.5"], until=0)
     assert made.run(other, lambda reply: None) == DoneReply()
     assert len(loads) == 2
 
@@ -158,7 +158,7 @@ def test_a_worker_loads_each_data_set_once(tmp_path: Path, monkeypatch: pytest.M
 )
 def test_a_failed_run_is_a_sentence(tmp_path: Path, more: dict[str, Any], changes: list[str], words: str) -> None:
     (tmp_path / "own.py").write_text("def loss(outputs, targets):\n    raise RuntimeError('not today')\n")
-    request = StepRequest(folder="run", changes=["rounds=1", "simulation.engine=loop", *changes], until=0)
+    request = PartRequest(folder="run", changes=["rounds=1", "simulation.engine=loop", *changes], until=0)
     reply = SweepWorker(setup(tmp_path, **more)).run(request, lambda reply: None)
     assert isinstance(reply, FailureReply)
     assert reply.is_usage

@@ -27,8 +27,8 @@ def linear(configuration: Configuration, seed: int) -> Sequence[float]:
 
 def test_without_early_stopping_all_runs_are_one_stage() -> None:
     stages, evaluated = drive(once(FIVE), [7, 8], ACCURACY, linear)
-    (steps,) = stages
-    assert [(step.configuration.number, step.seed, step.until) for step in steps] == [
+    (parts,) = stages
+    assert [(part.configuration.number, part.seed, part.until) for part in parts] == [
         (number, seed, 0) for number in range(1, 6) for seed in (7, 8)
     ]
     assert [each.stopped_after for each in evaluated] == [0] * 5
@@ -37,12 +37,12 @@ def test_without_early_stopping_all_runs_are_one_stage() -> None:
 def test_halving_continues_with_the_best_half() -> None:
     stopping = SuccessiveHalving(rounds=[2, 5])
     stages, evaluated = drive(once(FIVE), [0, 1], ACCURACY, linear, stopping)
-    assert [[step.configuration.number for step in steps[::2]] for steps in stages] == [
+    assert [[part.configuration.number for part in parts[::2]] for parts in stages] == [
         [1, 2, 3, 4, 5],
         [3, 4, 5],
         [4, 5],
     ]
-    assert [steps[0].until for steps in stages] == [2, 5, 0]
+    assert [parts[0].until for parts in stages] == [2, 5, 0]
     assert [each.stopped_after for each in evaluated] == [2, 2, 5, 0, 0]
     _, falling = drive(once(FIVE), [0, 1], LOSS, linear, stopping)
     assert [each.stopped_after for each in falling] == [0, 0, 5, 2, 2]
@@ -136,7 +136,7 @@ def test_a_search_approaches_the_best_value_and_is_reproducible(stopping: Median
     again = drive(TrialChooser(SEARCH, ACCURACY), [0], ACCURACY, parabola, stopping)[1]
     assert again == evaluated
     assert [each.configuration.number for each in evaluated] == list(range(1, 25))
-    assert max(len(steps) for steps in stages) == 3
+    assert max(len(parts) for parts in stages) == 3
     best = make_table(evaluated, ACCURACY)[0]
     assert 0.05 < best.values["config.learning_rate"] < 0.2
     assert any(each.stopped_after for each in evaluated) == (stopping is not None)

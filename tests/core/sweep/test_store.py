@@ -16,7 +16,7 @@ from fedplat.simulation import simulate
 from fedplat.sweep import SweepFile, SweepResult, runner
 from fedplat.sweep.runner import WorkerOptions
 from fedplat.sweep.store import open_folder
-from fedplat.sweep.worker import OUTCOME, StepRequest
+from fedplat.sweep.worker import OUTCOME, PartRequest
 from support.sweeps import BASE, GRID, HALVING, FakePool, outcome, write_sweep
 
 
@@ -91,7 +91,7 @@ def test_the_best_file_names_the_folder_that_it_needs(tmp_path: Path, pool: Fake
 
 
 def test_without_a_finite_score_there_is_no_best_file(tmp_path: Path, pool: FakePool) -> None:
-    def write(request: StepRequest) -> None:
+    def write(request: PartRequest) -> None:
         folder = tmp_path / "out/runs" / request.folder
         folder.mkdir(parents=True)
         (folder / OUTCOME).write_bytes(msgspec.json.encode(outcome([None])))
@@ -151,7 +151,7 @@ def test_comments_and_limits_may_change(tmp_path: Path, pool: FakePool) -> None:
 
 
 def test_a_sweep_that_failed_at_once_is_corrected_in_the_same_folder(tmp_path: Path, pool: FakePool) -> None:
-    def fail(request: StepRequest) -> None:
+    def fail(request: PartRequest) -> None:
         (tmp_path / "out/runs" / request.folder).mkdir(parents=True)
         raise DataError("no data")
 

@@ -11,7 +11,16 @@ import numpy as np
 
 from fedplat.errors import DataError
 from fedplat.simulation.data.federation import Array
-from fedplat.simulation.data.sources.common import FILL_IN, InputType, Row, Split, as_inputs
+from fedplat.simulation.data.sources.common import (
+    EXACT_INPUTS,
+    EXACT_TARGETS,
+    FILL_IN,
+    InputType,
+    Row,
+    Split,
+    as_inputs,
+    require_exact,
+)
 
 Names = str | list[str]
 """One column, or several; a name may have the wildcards *, ? and [...]."""
@@ -88,11 +97,12 @@ def split_of(
         inputs = numbers(table.column(names[0]), row, names[0])
     else:
         if dtype == "auto":
-            _require_exact(table, names, row)
+            _require_exact(table, names, row, EXACT_INPUTS)
         inputs = (_stack_whole if dtype == "int64" else _stack)(table, names, row)
     if isinstance(columns.targets, str):
         targets = values(table.column(columns.targets), row, columns.targets)
     else:
+        _require_exact(table, columns.targets, row, EXACT_TARGETS)
         targets = _stack(table, columns.targets, row)
     tables = [table] if written is None else [written, table]
     others = {name: next(each.column(name) for each in tables if name in each.column_names) for name in columns.others}
@@ -161,27 +171,14 @@ def _stack_whole(table: Any, names: Sequence[str], row: Row) -> Array:
     return np.stack(parts, axis=1)
 
 
-def _require_exact(table: Any, names: Sequence[str], row: Row) -> None:
-    """Raise `DataError` for the first whole number that float32 rounds: an id would become another one."""
+def _require_exact(table: Any, names: Sequence[str], row: Row, advice: str) -> None:
+    """Raise `DataError` for the first whole number that float32 rounds."""
     import pyarrow as pa
 
     for name in names:
         column = table.column(name)
-        if column.null_count or not pa.types.is_integer(column.type):
-            continue
-        whole = column.to_numpy()
-        with np.errstate(invalid="ignore"):  # what is rounded up to no number of this type differs, too
-            wrong = np.flatnonzero(whole.astype(np.float32).astype(whole.dtype) != whole)
-        if len(wrong):
-            raise DataError(f"{row(int(wrong[0]))}: {describe_rounding(whole[wrong[0]], name)}")
-
-
-def describe_rounding(number: object, name: str) -> str:
-    """Return what to do about a whole number in a column of inputs that float32 cannot hold."""
-    return (
-        f"{number} in column {name!r} would be rounded to float32; expected whole numbers that it holds exactly: use "
-        'dtype = "int64" for ids and tokens, or dtype = "float32" for quantities that may be rounded'
-    )
+        if not column.null_count and pa.types.is_integer(column.type):
+            require_exact(column.to_numpy(), row, f"column {name!r}", advice)
 
 
 def _stack(table: Any, names: Sequence[str], row: Row) -> Array:

@@ -123,6 +123,14 @@ def number_owners(owners: Array) -> Owners:
 
 Scale = Literal["none", "unit"]
 InputType = Literal["auto", "float32", "int64"]
+EXACT_INPUTS = (
+    '; expected whole numbers that it holds exactly: use dtype = "int64" for ids and tokens, or dtype = "float32" for '
+    "quantities that may be rounded"
+)
+EXACT_TARGETS = (
+    ", as several targets are; expected whole numbers that it holds exactly: name one target to keep classes and ids, "
+    "or write quantities with a decimal point"
+)
 Row = Callable[[int], str]
 """A function that names an example, such as "people.csv, row 7", by its index."""
 
@@ -214,6 +222,19 @@ def as_inputs(values: Array, scale: Scale = "none", dtype: InputType = "auto", r
     if scale == "unit":
         inputs /= np.float32(255.0)
     return inputs
+
+
+def require_exact(whole: Array, row: Row, what: str, advice: str = EXACT_INPUTS) -> None:
+    """Raise `DataError` for the first row with a whole number that float32 rounds: an id would become another one."""
+    with np.errstate(invalid="ignore"):  # what is rounded up to no number of this type differs, too
+        wrong = np.argwhere(whole.astype(np.float32).astype(whole.dtype) != whole)
+    if len(wrong):
+        raise DataError(f"{row(int(wrong[0][0]))}: {describe_rounding(whole[tuple(wrong[0])], what, advice)}")
+
+
+def describe_rounding(number: object, what: str, advice: str = EXACT_INPUTS) -> str:
+    """Return what to do about a whole number that float32 cannot hold."""
+    return f"{number} in {what} would be rounded to float32{advice}"
 
 
 def require_finite(values: Array, row: Row, what: str) -> None:

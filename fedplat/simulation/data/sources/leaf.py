@@ -27,12 +27,14 @@ class _File(msgspec.Struct):
 class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="source", tag="leaf"):
     """The files `path`/train/*.json and `path`/test/*.json; every user of the training files is an owner.
 
-    Numbers become float32 inputs of the given `shape` ([]: unchanged) and int64 targets; texts become rows of character
-    codes (`common.CHARACTERS`). Without a folder "test", `test_fraction` of the examples are held out.
+    Numbers become float32 inputs of the given `shape` ([]: unchanged), or int64 inputs with that `dtype`, and int64
+    targets; with the type "auto" whole inputs have to be exact in float32. Texts become rows of character codes
+    (`common.CHARACTERS`). Without a folder "test", `test_fraction` of the examples are held out.
     """
 
     path: str
     shape: list[int] = []
+    dtype: common.InputType = "auto"
     test_fraction: common.Fraction = 0.2
 
     def load(self, place: common.SourcePaths) -> Dataset:
@@ -43,7 +45,7 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="s
         return common.make_dataset(train, test, (), place, self.test_fraction)
 
     def _split(self, folder: Path) -> common.Split:
-        users = _users(folder)
+        users = _users(folder, self.dtype)
         names = list(users)
         sizes = [len(targets) for _, targets, _ in users.values()]
         owners = np.repeat(np.arange(len(names)), sizes)
@@ -64,7 +66,7 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="s
         return common.Split(inputs, common.as_whole(targets), row, owners=(owners.astype(np.int64), tuple(names)))
 
 
-def _users(folder: Path) -> dict[str, tuple[Array, Array, common.Row]]:
+def _users(folder: Path, dtype: common.InputType) -> dict[str, tuple[Array, Array, common.Row]]:
     """Return the inputs and targets of each user with examples, and the function that names one of them."""
     paths = sorted(path for path in folder.glob("*.json") if not common.is_hidden(path.name))
     if not paths:
@@ -81,19 +83,43 @@ def _users(folder: Path) -> dict[str, tuple[Array, Array, common.Row]]:
                 raise DataError(f"{path}: the user {name!r} has different numbers of x and y; expected as many of each")
             if user.y:
                 where = f"{path}, user {name!r}"
-                users[name] = _array(user.x, np.float32, where), _array(user.y, np.int64, where), common.rows_of(where)
+                users[name] = _inputs(user.x, dtype, where), _targets(user.y, where), common.rows_of(where)
     if not users:
         raise DataError(f"no user in {folder} has examples")
     return users
 
 
-def _array(values: list[Any], dtype: type[np.generic], where: str) -> Array:
+def _inputs(values: list[Any], dtype: InputType, where: str) -> Array:
+    array = _array(values, where)
+    if array.dtype == np.uint8:
+        return array
+    if dtype == "auto" and array.dtype.kind == "f":
+        _refuse_long(values, array, rows_of(where))
+    elif dtype == "auto":
+        require_exact(array, rows_of(where), "x")
+    return as_inputs(array, dtype="float32" if dtype == "auto" else dtype, row=rows_of(where))
+
+
+def _refuse_long(values: list[Any], array: Array, row: Row) -> None:
+    """Raise `DataError` for a whole number above int64, which NumPy makes a fraction if smaller ones are beside it."""
+    for index in np.unique(np.argwhere(np.abs(array) >= 2.0**63)[:, 0]).tolist():
+        for number in np.asarray(values[index], object).ravel().tolist():
+            if isinstance(number, int) and number >= 2**63:
+                raise DataError(f"{row(index)}: {describe_rounding(number, 'x')}")
+
+
+def _targets(values: list[Any], where: str) -> Array:
+    array = _array(values, where)
+    return array if array.dtype == np.uint8 else array.astype(np.int64 if array.dtype.kind in "iu" else np.float32)
+
+
+def _array(values: list[Any], where: str) -> Array:
+    """Return numbers as they are, or texts as rows of character codes."""
     try:
         if isinstance(values[0], str):
             return common.character_rows(values)
         array = np.asarray(values)
-        is_whole = np.issubdtype(array.dtype, np.integer) and dtype is np.int64
-        return array.astype(dtype if is_whole or dtype is np.float32 else np.float32)
+        return array if array.dtype.kind in "iuf" else array.astype(np.float32)
     except (ValueError, TypeError, AttributeError, DataError) as exc:
         raise DataError(f"{where}: expected values that are all numbers of one shape or all texts: {exc}") from exc
 

@@ -226,7 +226,9 @@ def _read(format_: TableFormat, file: Path, columns: ColumnNames, options: Table
         raise DataError(f"{file} has no rows; expected at least one example")
     row, texts = common.rows_of(file), None
     if options.dtype == "auto":
-        _refuse_long_inputs(format_, file, table, arrow.as_list(columns.inputs))
+        _refuse_long_numbers(format_, file, table, arrow.as_list(columns.inputs), EXACT_INPUTS)
+    if not target:
+        _refuse_long_numbers(format_, file, table, arrow.as_list(columns.targets), EXACT_TARGETS)
     if FILE in columns.others and FILE not in table.column_names:
         table = table.append_column(FILE, pa.DictionaryArray.from_arrays(np.zeros(len(table), np.int8), [file_name]))
     if written is not None and target:
@@ -302,8 +304,8 @@ def _refuse_lost_differences(parts: Sequence[_Part], column: Names) -> None:
                 )
 
 
-def _refuse_long_inputs(format_: TableFormat, file: Path, table: Any, names: Sequence[str]) -> None:
-    """Raise `DataError` for a whole number of more than 64 bits, which is a fraction to a file without types."""
+def _refuse_long_numbers(format_: TableFormat, file: Path, table: Any, names: Sequence[str], advice: str) -> None:
+    """Raise `DataError` for a whole number of more than 64 bits, which is a fraction in a file without types."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -317,7 +319,8 @@ def _refuse_long_inputs(format_: TableFormat, file: Path, table: Any, names: Seq
     for name in large:
         for index, text in enumerate(written.column(name).to_pylist()):
             if _WHOLE.fullmatch((text or "").strip()) and not -_LARGEST <= int(text) < _LARGEST:
-                raise DataError(f"{common.rows_of(file)(index)}: {arrow.describe_rounding(text, name)}")
+                what = common.describe_rounding(text, f"column {name!r}", advice)
+                raise DataError(f"{common.rows_of(file)(index)}: {what}")
 
 
 def _is_whole(values: Array) -> bool:

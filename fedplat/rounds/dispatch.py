@@ -1,4 +1,4 @@
-"""The rules of a job, as a pure function: (state, event, context) to (state', commands, verdict).
+"""The function that applies an event to a job: (state, event, context) to (state', commands, verdict).
 
 Read `COMMON` first: it has one function for each kind of event that all protocols share, except `TimerFired`, which the
 coordinator handles itself. The other events are those of one protocol (`RoundProtocol.handlers`). `advance` has the
@@ -15,7 +15,7 @@ from fedplat.rounds.protocols.base import Handler, protocol_of, training_of
 from fedplat.rounds.protocols.registry import OF_EVENTS
 
 
-def step(job: records.JobState, event: events.JobEvent, context: commands.Context) -> commands.Transition:
+def apply(job: records.JobState, event: events.JobEvent, context: commands.Context) -> commands.Transition:
     """Apply one event to one job."""
     handler = COMMON.get(type(event)) or training_of(job).handlers.get(type(event)) or OF_EVENTS[type(event)]
     return handler(job, event, context)
