@@ -8,6 +8,7 @@ from fedplat.config.plugins import has_absent, name_of
 from fedplat.config.toml import format_value
 from fedplat.errors import FedplatError, JobFileError, ModelError, PluginError, UserCodeError
 from fedplat.job import JobSpec, build_rule
+from fedplat.job.checks import check_halves
 from fedplat.model import Parameters
 from fedplat.rounds.protocols.base import find_training
 
@@ -29,6 +30,7 @@ def check_job(spec: JobSpec) -> None:
             f"config.algorithm = {format_value(algorithm)}: a job cannot name code of a client; expected the name of "
             "an algorithm, which clients add with --plugin algorithms.NAME"
         )
+    check_halves(spec)
     if problem := find_training(spec).refuse_server(spec):
         raise JobFileError(problem)
 
