@@ -93,7 +93,7 @@ def test_the_data_is_shown(here: Path) -> None:
         (["digits.toml", "--set", "rounds"], "digits.toml: 'rounds': expected KEY=VALUE"),
         (["digits.toml", "--set", "selection.gaol=3"], "digits.toml: selection.gaol = 3: there is no such key"),
         (["digits.toml", "--set", "simulation.partition.clients=2000"], "needs at least"),
-        (["digits.toml", "--set", "simulation.data.source=mnist"], "set FEDPLAT_DATA to the folder that has it"),
+        (["digits.toml", "--set", "simulation.data.source=mnist"], "tf-keras-datasets/mnist.npz"),
         (["digits.toml", "--resume"], "there is no run to resume in runs/digits"),
         (["digits.toml", "--output", "taken"], "taken has a run already; resume it (--resume)"),
         (
