@@ -166,6 +166,15 @@ def is_smaller_better(name: str) -> bool:
     return name.endswith(("loss", "error", "mae", "distance"))
 
 
+def is_score(name: str) -> bool:
+    """Return whether a metric has better and worse values: numbers of steps, rounds or examples have none.
+
+    >>> is_score("accuracy"), is_score("local_steps"), is_score("server-round")
+    (True, False, False)
+    """
+    return not name.endswith(("steps", "round", "examples", "epsilon", "noise_multiplier"))
+
+
 _FRACTIONS = frozenset({"accuracy", "f1", "auc", "roc_auc", "precision", "recall", "iou", "dice", "top_1", "top_5"})
 
 

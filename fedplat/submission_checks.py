@@ -7,6 +7,7 @@ from fedplat.codecs.container import Format
 from fedplat.config import plugins, user_code
 from fedplat.config.toml import format_value
 from fedplat.errors import FedplatError, JobFileError, ModelError, PluginError, UserCodeError
+from fedplat.job.checks import check_halves
 from fedplat.rounds.protocols.base import find_training
 
 MAX_JOB_FILE_BYTES = 1 << 18
@@ -27,6 +28,7 @@ def check_job(spec: job.JobSpec) -> None:
             f"config.algorithm = {format_value(algorithm)}: a job cannot name code of a client; expected the name of "
             "an algorithm, which clients add with --plugin algorithms.NAME"
         )
+    check_halves(spec)
     if problem := find_training(spec).refuse_server(spec):
         raise JobFileError(problem)
 

@@ -13,6 +13,7 @@ from fedplat.cli import formats, job_lists, options, round_description
 from fedplat.cli.output import ListLayout, Output, Row, to_record
 from fedplat.cli.session import FormatOption, JobArgument, session
 from fedplat.job import JobSpec
+from fedplat.rounds.protocols.base import find_training
 from fedplat.texts import format_count
 from fedplat.wire.v1 import admin_pb2
 
@@ -134,6 +135,9 @@ def _explain_running(found: JobReport, spec: JobSpec | None) -> str:
             text = f"{place} collects reports: {attempt.reported} of {attempt.goal} are there{at_work}"
             return text + _until(attempt) + _because(job)
         case admin_pb2.ATTEMPT_PHASE_COMMITTING:
+            if spec is not None and attempt.kind == admin_pb2.ATTEMPT_KIND_WARM_START:
+                start = find_training(spec).describe_start(found.population.num_waiting)
+                return start or f"{place} is being committed{_because(job)}"
             return f"{place} is being committed{_because(job)}"
         case _:
             until = f" until {formats.clock(attempt.waiting.until_unix_s)}" if attempt.waiting.until_unix_s else ""

@@ -137,7 +137,9 @@ def describe_event(board: AttemptTable, event: admin_pb2.JobEvent, job: admin_pb
             text += f"; {descriptions.describe_waiting(event.waiting, num_busy, formats.clock)}"
         elif event.waiting.until_unix_s:
             text += f"; until {formats.clock(event.waiting.until_unix_s)}"
-        return f"round {formats.rounds(event.round, job)}  {text}"
+        is_start = event.kind == admin_pb2.ATTEMPT_KIND_WARM_START
+        place = formats.attempt_kind(event.kind, job) if is_start else f"round {formats.rounds(event.round, job)}"
+        return f"{place}  {text}"
     if attempt is None:
         return ""
     is_warm_start = attempt.kind == admin_pb2.ATTEMPT_KIND_WARM_START

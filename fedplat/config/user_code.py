@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from hashlib import sha256
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -150,15 +150,30 @@ def wrap_errors(action: str) -> Generator[None]:
     except BaseException as exc:  # user code may raise anything; the operator needs one line
         if is_interrupt(exc) or isinstance(exc, GeneratorExit):
             raise
-        frames = traceback.extract_tb(exc.__traceback__)
-        # The mistake is neither in this file nor in Python's import machinery, and hardly in an installed library.
-        frames = [each for each in frames if each.filename != __file__ and each.filename[:1] != "<"]
-        frames = [each for each in frames if "site-packages" not in each.filename] or frames
-        places = [f"{each.filename}, line {each.lineno}" for each in frames]
+        places = _list_places(exc)
         if isinstance(exc, SyntaxError) and exc.filename:
             places.append(f"{exc.filename}, line {exc.lineno}")
         where = f" ({places[-1]})" if places else ""
         raise UserCodeError(f"{action} raised {texts.describe(exc)}{where}") from exc
+
+
+def _list_places(exc: BaseException) -> list[str]:
+    """Return the files and lines of an error's traceback, those of the user's code if it has any.
+
+    The mistake is neither in Python's import machinery nor in fedplat, which called the code, and hardly in an
+    installed library.
+    """
+    steps = [(frame, line) for frame, line in traceback.walk_tb(exc.__traceback__)]
+    steps = [step for step in steps if step[0].f_code.co_filename[:1] != "<"]
+    steps = [step for step in steps if not _is_of_fedplat(step[0])] or steps
+    files = [(frame.f_code.co_filename, line) for frame, line in steps]
+    files = [each for each in files if each[0] != __file__]
+    files = [each for each in files if "site-packages" not in each[0]] or files
+    return [f"{file}, line {line}" for file, line in files]
+
+
+def _is_of_fedplat(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in ("fedplat", "fedplat_client", "fedplat_server")
 
 
 def _locate(module_name: str, folder: Path) -> tuple[Path, Path | None]:

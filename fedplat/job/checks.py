@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from fedplat import aggregate, codecs, modes, sampling
+from fedplat.aggregate import feddyn, scaffold
 from fedplat.aggregate.easgd import NAME as EASGD
 from fedplat.config.plugins import build_checked, has_absent, name_of
+from fedplat.errors import JobFileError
 from fedplat.job import combinations, elastic_checks, gossip_checks, privacy_checks, secure_checks
 from fedplat.job.combinations import CYCLIC, DISTILL, STALE_SYNCHRONOUS, find_contrary
 from fedplat.job.pool import PoolOptions, ServerStep
@@ -45,6 +47,20 @@ def check(spec: JobTables) -> None:
     if spec.pool is not None:
         _check_pool(spec, spec.pool)
     combinations.check(spec)
+
+
+def check_halves(spec: JobTables) -> None:
+    """Raise `JobFileError` if clients of a new job run their half of an algorithm without the server's.
+
+    Stored jobs are read without this check, and a rule of a plugin may be a half that its author has not named.
+    """
+    algorithm, rule = spec.config.get("algorithm"), name_of(spec.aggregation)
+    if algorithm in (feddyn.NAME, scaffold.NAME) and rule != algorithm and rule in aggregate.RULES:
+        raise JobFileError(
+            f'config.algorithm = "{algorithm}": this is the clients\' half of an algorithm, and the rule "{rule}" is '
+            f'not the server\'s; expected [aggregation] rule = "{algorithm}" with num_clients, the size of the '
+            'population, and [updates] weighting = "uniform"'
+        )
 
 
 def _check_owner(spec: JobTables) -> None:

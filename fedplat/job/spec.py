@@ -139,7 +139,9 @@ def _read_privacy(stored: Mapping[str, Any]) -> Privacy:
 
 def warnings(spec: JobSpec, model: Parameters | None = None) -> list[str]:
     """Return a warning for each setting that lets one client dominate a job, or does not suit its initial model."""
-    found = [] if model is None else [*describe_coarse_steps(spec, model), *copies.describe_copies(spec, model)]
+    found = describe_algorithm(spec)
+    if model is not None:
+        found += [*describe_coarse_steps(spec, model), *copies.describe_copies(spec, model)]
     updates = spec.updates
     if spec.flower is not None or spec.secure_aggregation is not None or spec.gossip is not None:
         # Its strategy decides what an update may weigh, clients clip and weigh theirs by at most 1, or no one sees one.
@@ -160,6 +162,16 @@ def warnings(spec: JobSpec, model: Parameters | None = None) -> list[str]:
             f"{updates.max_examples:g} examples may outweigh all others; set a factor, or a lower max_examples"
         )
     return found
+
+
+def describe_algorithm(spec: JobSpec) -> list[str]:
+    """Return a warning if the options of the local algorithm make it another one."""
+    if spec.config.get("algorithm") != "fedprox" or "mu" in spec.config:
+        return []
+    return [
+        'config.mu: missing, so it is 0, and the steps of config.algorithm = "fedprox" are those of "sgd"; set it, '
+        "such as mu = 0.01"
+    ]
 
 
 def describe_coarse_steps(spec: JobSpec, model: Parameters) -> list[str]:

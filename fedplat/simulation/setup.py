@@ -12,7 +12,7 @@ from fedplat import aggregate, initial, job, model
 from fedplat.config.plugins import name_of
 from fedplat.errors import DataError, JobFileError, ModelError
 from fedplat.job.copies import describe_copies
-from fedplat.job.spec import describe_coarse_steps
+from fedplat.job.spec import describe_algorithm, describe_coarse_steps
 from fedplat.learner import ArrayLearner
 from fedplat.simulation import clients, run
 from fedplat.simulation.data import Dataset, Federation, divide, federation
@@ -21,9 +21,10 @@ from fedplat.simulation.engines import registry, tasks
 from fedplat.simulation.engines.interface import Engine
 from fedplat.simulation.scenario import building, feasible, objects
 from fedplat.simulation.scenario.file import SimulationFile
+from fedplat.simulation.scenario.options import SimulationOptions
 
 if TYPE_CHECKING:
-    from fedplat.pytorch.training import Learner
+    from fedplat.pytorch.training import Learner, LocalOptions
 
 OnProgress = Callable[[str], object]
 
@@ -103,11 +104,23 @@ def prepare(
             "evaluation.clients: clients have no examples but those that they train on; set the part of them that they "
             "keep to score models with (simulation.held_out = 0.2), or leave the table [evaluation.clients] out"
         )
+    if not len(clients_data.test_inputs) and file.job.evaluation.clients is None:
+        on_progress(f"warning: {_describe_unscored(options)}")
     engine, initial_model, algorithm = _open_engine(file, clients_data, learner, on_progress)
     workers = getattr(engine, "num_workers", 0) or options.workers or len(os.sched_getaffinity(0))
     simulation = dataclasses.replace(simulation, engine=engine, initial=initial_model)
     with contextlib.closing(engine):
         yield RunSetup(simulation, clients_data, name_of(options.engine), workers, algorithm)
+
+
+def _describe_unscored(options: SimulationOptions) -> str:
+    """Explain why the models of a run get no score, and what would give them one."""
+    key = next((key for key in ("test_fraction", "test_path") if hasattr(options.data, key)), "")
+    some = f"simulation.data.{key}" if key else "test examples"
+    return (
+        "no model is scored, because the data has no test examples that no client has; for a metric on held-out data "
+        f"set {some}, or simulation.held_out with [evaluation.clients] goal"
+    )
 
 
 def load_data(file: SimulationFile, on_progress: OnProgress = lambda text: None) -> Federation | None:
@@ -152,7 +165,7 @@ def _open_engine(
     except ModelError as exc:
         raise JobFileError(f"model.initial = {file.job.model.initial!r}: {exc}") from exc
     for text in (*describe_coarse_steps(file.job, initial_model), *describe_copies(file.job, initial_model)):
-        on_progress(text)
+        on_progress(f"warning: {text}")
     algorithm: aggregate.LocalAlgorithmOptions | None = None
     if isinstance(learner, ArrayLearner):
         if getattr(learner, "sums", False):
@@ -163,17 +176,25 @@ def _open_engine(
 
         options = LocalOptions.from_config(file.job.config, file.plugins)
         algorithm = options.algorithm
-        for key, hint in options.find_unknown(file.job.config).items():
-            on_progress(f"config.{key} is ignored: local training has no such key{hint}")
-        if learner.has_unknown_answers and file.simulation.target_metric == "accuracy":
-            on_progress(
-                "there is no accuracy, since only you know what your loss makes of outputs; set [simulation.model] "
-                'accuracy, or Learner(accuracy=...), or target_metric = "loss"'
-            )
+        for text in _list_doubts(file, options, learner):
+            on_progress(text)
         if learner.personal:  # without a client's personal layers a model cannot be scored
             data = dataclasses.replace(data, test_inputs=data.test_inputs[:0], test_targets=data.test_targets[:0])
         task = tasks.ClientTraining(data, learner, options, file.simulation.seed)
     return registry.open_engine(file.simulation.engine, task, file.simulation.workers), initial_model, algorithm
+
+
+def _list_doubts(file: SimulationFile, options: LocalOptions, learner: Learner) -> Generator[str]:
+    """Yield what the training of a PyTorch module does otherwise than its author may expect."""
+    for text in describe_algorithm(file.job):
+        yield f"warning: {text}"
+    for key, hint in options.find_unknown(file.job.config).items():
+        yield f"warning: config.{key} is ignored: local training has no such key{hint}"
+    if learner.has_unknown_answers and file.simulation.target_metric == "accuracy":
+        yield (
+            "there is no accuracy, since only you know what your loss makes of outputs; set [simulation.model] "
+            'accuracy, or Learner(accuracy=...), or target_metric = "loss"'
+        )
 
 
 def _check_references(file: SimulationFile) -> None:

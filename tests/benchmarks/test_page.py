@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 import page
 import report
+import times_as_fast
 
 
 def test_the_pages_show_the_saved_results() -> None:
@@ -36,3 +39,13 @@ def test_a_table_has_a_row_for_each_result_and_says_where_it_comes_from() -> Non
         "",
         "`python benchmarks/copy.py`, 2026-01-02; a machine.",
     ]
+
+
+def test_other_platforms_are_compared_by_the_faster_of_their_set_ups() -> None:
+    found = {each.work: each for each in times_as_fast.read()}
+    assert found["round, 100MB, 10 clients"].times == pytest.approx({"Flower": 2.18, "NVFlare": 2.09}, abs=0.01)
+    assert found["round, 100MB, 10 clients"].own == "6.92 s"
+    assert found["simulation, LR, 50 of 100 clients, 50 examples"].times == pytest.approx(
+        {"pfl-research": 4.08}, abs=0.01
+    )
+    assert "round, one-tensor, 2 clients" not in found, "no other platform was measured"

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from fedplat import submission_checks
 from fedplat.config import user_code
 from fedplat.config.plugins import Plugins
 from fedplat.errors import JobFileError
-from fedplat.job import JobSpec, build_rule, parse_job
+from fedplat.job import JobSpec, build_rule, parse_job, warnings
+from fedplat.simulation.scenario import feasible
 
 JOB = """\
 name = "a"
@@ -39,6 +41,26 @@ def test_clients_have_to_do_their_half(rule: str) -> None:
         parse_job(JOB.format(rule=rule, algorithm="sgd", weighting="uniform"))
     with pytest.raises(JobFileError, match=rf'"{rule}": it needs \[updates\] weighting = "uniform"'):
         parse_job(JOB.format(rule=rule, algorithm=rule, weighting="examples"))
+
+
+@pytest.mark.parametrize(("algorithm", "more"), [("scaffold", ""), ("feddyn", "alpha = 0.1")])
+def test_the_server_has_to_do_its_half(algorithm: str, more: str) -> None:
+    text = JOB.format(rule="fedavg", algorithm=algorithm, weighting="examples").replace("num_clients = 10\n", "")
+    spec = parse_job(text.replace("[updates]", f"{more}\n[updates]"))  # a stored job can still be read
+    for check in (submission_checks.check_job, feasible.check_supported):
+        with pytest.raises(
+            JobFileError, match=rf'"{algorithm}": this is .* expected \[aggregation\] rule = "{algorithm}"'
+        ):
+            check(spec)
+        check(parse_job(JOB.format(rule=algorithm, algorithm=algorithm, weighting="uniform")))
+
+
+def test_fedprox_without_its_factor_is_reported() -> None:
+    text = JOB.format(rule="fedavg", algorithm="fedprox", weighting="examples").replace("num_clients = 10\n", "")
+    text = text.replace("[updates]", "[updates]\nmax_norm = 1.0")
+    (warning,) = warnings(parse_job(text))
+    assert warning.startswith('config.mu: missing, so it is 0, and the steps of config.algorithm = "fedprox" are')
+    assert warnings(parse_job(text.replace("[updates]", "mu = 0.0\n[updates]"))) == []
 
 
 def test_the_number_of_clients_is_needed() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fedplat import texts
 from fedplat.config import user_code
 from fedplat.errors import UserCodeError
 
@@ -115,6 +116,12 @@ def test_an_error_in_a_library_names_the_line_that_called_it(tmp_path: Path) -> 
     expected = r"the loss raised AttributeError: .* \(/.*/loss.py, line 2\)$"
     with pytest.raises(UserCodeError, match=expected), user_code.wrap_errors("the loss"):
         compute(check)
+
+
+def test_a_line_of_fedplat_is_no_place_of_a_mistake() -> None:
+    arguments = {"s": "{}", "object_hook": texts.size}  # json calls it
+    with pytest.raises(UserCodeError, match=r"^loads\(\) raised TypeError: .* \(/.*/json/decoder.py, line \d+\)$"):
+        user_code.call("json:loads", Path(), arguments)
 
 
 def test_a_file_whose_name_is_not_utf_8_is_loaded() -> None:

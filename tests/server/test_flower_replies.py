@@ -18,6 +18,7 @@ from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
 from fedplat.flower import layout, records
 from fedplat.flower.records import INDEX, MessageFile
 from fedplat.model import Parameters
+from fedplat.wire.v1 import admin_pb2
 from support import daemons, flower
 from support.jobs import write_job
 
@@ -55,11 +56,15 @@ async def test_bad_replies_cost_their_senders_and_not_the_job(folder: Path, tmp_
     strategy = f"FedAvg(fraction_evaluate=0.0, min_train_nodes={NUM_CLIENTS})"
     app = flower.write_app(tmp_path, server=flower.strategy_server(strategy).replace("num_rounds=3", "num_rounds=1"))
     async with daemons.running(folder, flower_apps={app.name: str(app.folder)}) as site:
-        clients = await site.fleet(NUM_CLIENTS)
-        work = [asyncio.create_task(each.assignment()) for each in clients]
-        await site.waiting(NUM_CLIENTS)
         more = f'[flower]\napp = "{app.name}"\n[retry]\nmax_attempts = 1\n'
         job = await site.operator.start(write_job("app", rounds=1_000_000, selection=SELECTION, more=more))
+        watch = site.operator.jobs.WatchJob(admin_pb2.WatchJobRequest(job=job, progress_every_s=0.01))
+        told = await anext(event async for event in watch if event.entity == "progress")
+        watch.cancel()
+        assert told.kind == admin_pb2.ATTEMPT_KIND_WARM_START
+        assert told.reason.endswith("may wait until it has the clients that it needs: it has 0 clients so far")
+        clients = await site.fleet(NUM_CLIENTS)
+        work = [asyncio.create_task(each.assignment()) for each in clients]
         tokens = [(await each).token for each in work]
         wrong = reply(9.0, size=4), hidden(np.full((3, 4), np.nan)), hidden(np.ones((4, 3)))
         contents = [*wrong, reply(), reply(), reply(), reply(3.0, num_examples=10**15)]

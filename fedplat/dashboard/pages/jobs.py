@@ -13,7 +13,7 @@ from fedplat.dashboard import charts, formats
 from fedplat.dashboard.charts import Chart, ChartSeries, Unit, finite
 from fedplat.dashboard.rendering import Page
 from fedplat.dashboard.visit import PAGE_SIZE, NotFoundError, OptionalResult, Visit, call_if_supported
-from fedplat.metrics import is_smaller_better
+from fedplat.metrics import is_score, is_smaller_better
 from fedplat.wire.v1 import admin_pb2, events_pb2
 
 NUM_SAMPLES = 400
@@ -212,7 +212,9 @@ def describe_result(rounds: Rounds) -> list[tuple[str, str]]:
         if values:
             last = max(values)
             at, value = best_value(values, name)
-            text = f"{formats.number(values[last])} in round {last}; best {formats.number(value)} in round {at}"
+            text = f"{formats.number(values[last])} in round {last}"
+            if is_score(name):
+                text += f"; best {formats.number(value)} in round {at}"
             result.append((formats.printable(name), text))
     return result
 
@@ -245,12 +247,11 @@ def _convergence(name: str, rounds: Rounds, x: list[float], unit: Unit) -> Chart
     if values:
         last = max(values)
         at, value = best_value(values, name)
-        sentence = (
-            f"{shown} is {formats.number(values[last])} after round {last}; "
-            f"the best is {formats.number(value)}, in round {at}."
-        )
+        best = f"; the best is {formats.number(value)}, in round {at}" if is_score(name) else ""
+        sentence = f"{shown} is {formats.number(values[last])} after round {last}{best}."
     present = [each for each in series if any(item is not None for item in each.values)]
-    return Chart(f"metric-{name}", f"Convergence: {shown}", sentence, x, present or series, unit)
+    title = f"Convergence: {shown}" if is_score(name) else shown
+    return Chart(f"metric-{name}", title, sentence, x, present or series, unit)
 
 
 def _participation(rounds: Rounds, x: list[float], unit: Unit) -> Chart:

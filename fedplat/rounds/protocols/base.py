@@ -138,6 +138,8 @@ class RoundProtocol:
     count_phase: Callable[[JobState, Attempt], PhaseProgress | None] = lambda job, attempt: None
     """Return how many clients have done their part of an open attempt's phase; None if they train and report only."""
     describe: Callable[[JobState, Attempt], str] = lambda job, attempt: f"round {attempt.key.round}"
+    describe_start: Callable[[int], str] = lambda num_waiting: ""
+    """Return what a job does before its first round, if this may wait for clients; `num_waiting` of them wait."""
 
     # --- its clients: selection, attempts, coordinator ---
     demand: Callable[[JobState, Attempt], Demand | None] = OF_AVERAGING

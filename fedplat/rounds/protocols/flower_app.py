@@ -9,6 +9,7 @@ import sys
 import msgspec
 from msgspec import structs
 
+from fedplat import texts
 from fedplat.rounds import attempts, closing, events, selection, states
 from fedplat.rounds.commands import Context, Transition
 from fedplat.rounds.demand import Demand
@@ -72,6 +73,11 @@ def _judge_end(job: JobState, attempt: Attempt, context: Context) -> Ending:
     return Ending.WAIT if attempt.num_reported < attempt.goal or waits_for_all else Ending.CLOSE
 
 
+def _describe_start(num_waiting: int) -> str:
+    found = texts.format_count(num_waiting, "client")
+    return f"the ServerApp starts, and may wait until it has the clients that it needs: it has {found} so far"
+
+
 def _list_deadlines(job: JobState, attempt: Attempt) -> tuple[float | None, ...]:
     moments = averaging.list_deadlines(job, attempt)
     return (*moments, attempt.selection_ends_at) if fills_cohort(attempt) else moments
@@ -94,6 +100,7 @@ FLOWER_APP = register(
         judge_end=_judge_end,
         on_committed=lambda job, event: Transition(structs.replace(job, protocol=event.cohort)),
         deadlines=_list_deadlines,
+        describe_start=_describe_start,
         refuse_rollback=lambda job: _NO_ROLLBACK,
     )
 )

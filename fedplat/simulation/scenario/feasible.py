@@ -7,6 +7,7 @@ import numpy as np
 from fedplat import aggregate, codecs, job
 from fedplat.config import label_expressions, plugins, toml
 from fedplat.errors import JobFileError
+from fedplat.job.checks import check_halves
 from fedplat.job.privacy import build_release
 from fedplat.rounds.protocols.base import find_training
 from fedplat.simulation.clients import Fleet, build_fleet
@@ -134,12 +135,13 @@ def _check_separation(spec: job.JobSpec, fleet: Fleet, count: int) -> None:
 
 
 def check_supported(spec: job.JobSpec) -> None:
-    """Raise `JobFileError` for a job that trains on the server's data, or that a Flower app runs.
+    """Raise `JobFileError` for a job that trains on the server's data, that a Flower app runs, or with half a rule.
 
     `[pool]` is ignored: it changes no result.
     """
     if spec.flower is not None:
         raise JobFileError("flower: a Flower app is simulated from its folder; run fedplat flower run APP_DIR")
+    check_halves(spec)
     tables = {"warm_start": spec.warm_start, "server_step": spec.server_step}
     if unsupported := [f"[{name}]" for name, table in tables.items() if table is not None]:
         raise JobFileError(

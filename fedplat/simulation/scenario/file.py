@@ -65,6 +65,11 @@ def read(path: Path, changes: Sequence[str] = ()) -> SimulationFile:
     """
     if str(path) in EXAMPLES and not path.exists():
         path = _EXAMPLES / f"{path}.toml"
+    elif path.suffix != ".toml" and not path.exists():
+        raise JobFileError(
+            f"{path}: there is no such file; expected a simulation file, such as job.toml, or the name of an example "
+            f"of the package: {', '.join(sorted(EXAMPLES))}"
+        )
     with naming(path):
         return parse(read_text(path), path.absolute().parent, changes)
 

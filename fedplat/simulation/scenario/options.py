@@ -136,3 +136,5 @@ class SimulationOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         plugin_objects.adopt_fields(self, "simulation.")
+        if self.target > 1.0 and self.target_metric == "accuracy":
+            raise ValueError(f"target = {self.target:g}: expected at most 1, because an accuracy is a fraction")

@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from fedplat.job import JobSpec
-from fedplat.rounds import Attempt, Coordinator
+from fedplat.rounds import Attempt, Coordinator, selection
 from fedplat.rounds.privacy_rules import disclosure_of
+from fedplat.rounds.protocols.base import find_training
 from fedplat.rounds.states import REASON_TEXTS, AssignmentState, AttemptPhase
 from fedplat.texts import shorten
 from fedplat.wire.v1 import admin_pb2
@@ -174,7 +175,8 @@ class ProgressEvents:
         if now < self._due_at:
             return None
         attempt = self._parts.coordinator.jobs[self._job_id].open_attempt
-        is_waiting = attempt is not None and attempt.phase is AttemptPhase.SELECTING
+        start = self._describe_start(attempt)
+        is_waiting = attempt is not None and (attempt.phase is AttemptPhase.SELECTING or bool(start))
         if not is_waiting and now < self._progress_due_at:
             self._due_at = self._progress_due_at
             return None
@@ -191,7 +193,16 @@ class ProgressEvents:
         )
         if (waits := self._parts.view.find_wait(attempt)) is not None:
             event.waiting.CopyFrom(waits)
+        if start:
+            event.reason = start
+            return event if self._is_new(attempt.key.round, start) else None
         return self._describe_waiting(event, attempt) if is_waiting else self._add_progress(event, attempt)
+
+    def _describe_start(self, attempt: Attempt | None) -> str:
+        if attempt is None or attempt.key.round > 0:
+            return ""
+        job, room = self._parts.coordinator.jobs[self._job_id], self._parts.coordinator.room
+        return find_training(job.spec).describe_start(len(selection.list_able(room, job)))
 
     def _describe_waiting(self, event: admin_pb2.JobEvent, attempt: Attempt) -> admin_pb2.JobEvent | None:
         room = self._parts.coordinator.room

@@ -171,6 +171,15 @@ def test_a_job_that_waits_is_described_with_the_why(run: Run, job: admin_pb2.Job
     assert "Another" not in shown.stdout
 
 
+def test_an_app_that_may_wait_for_clients_is_no_commit(run: Run, state: State, job: admin_pb2.Job):
+    more = 'rounds = 1_000_000\nselection = {goal = 1, over_selection = 1.0}\nflower.app = "app"\n'
+    job.job_file = JOB.partition("rounds")[0] + more + 'model.initial = "model.safetensors"\n'
+    start = attempt(admin_pb2.ATTEMPT_PHASE_COMMITTING, round=0, kind=admin_pb2.ATTEMPT_KIND_WARM_START)
+    state.details[0, 1] = admin_pb2.RoundDetails(round=start, num_attempts=1)
+    job.current.CopyFrom(start)
+    assert "now         the ServerApp starts, and may wait until" in run("job", "describe", "digits").stdout
+
+
 def test_the_bottleneck_of_a_warm_start_is_described(run: Run, state: State, job: admin_pb2.Job):
     profile = {"step_s": 0.42, "step_compute": 0.3, "step_communication": 0.61, "step_bubble": 0.04, "step_input": 0.05}
     metrics = {"loss": 0.25, **profile, "step_slowest_rank": 1.0}

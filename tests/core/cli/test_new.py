@@ -16,6 +16,7 @@ from click.testing import Result
 from fedplat.admin import AdminClient, profile
 from fedplat.cli.app import app
 from fedplat.cli.new import TEMPLATES
+from fedplat.job import warnings
 from fedplat.simulation.scenario import file
 from support import processes
 from support.cli.runner import CliRunner
@@ -70,6 +71,7 @@ def test_files_of_a_template(template: str, here: Path) -> None:
     assert not re.findall(r"PROJECT_NAME|[A-Z]+_EXTRAS", text)
     job = file.read(here / "tumors" / "job.toml").job
     assert (job.name, job.population, job.trainer) == ("tumors", "tumors", "tumors")
+    assert warnings(job) == []
 
 
 def test_numpy_is_the_default_and_needs_no_other_library(here: Path) -> None:

@@ -12,6 +12,7 @@ from fedplat.admin import AdminClient, descriptions
 from fedplat.cli import watch
 from fedplat.cli.output import Output
 from fedplat.cli.watch import AttemptTable
+from fedplat.rounds.protocols.flower_app import FLOWER_APP
 from fedplat.wire.v1 import admin_pb2
 from support.cli.commands import Run, parsed
 from support.cli.fake_state import S, State
@@ -114,6 +115,13 @@ def test_a_line_states_why_an_attempt_waits():
     reason = "waits for clients: 0 of 2 can be drawn now; 2 more do not have the trainer digits, but linear"
     show(admin_pb2.JobEvent(entity="progress", round=1, attempt=1, reason=reason))
     assert printed == [f"round 1/3  {reason}"]
+    start = FLOWER_APP.describe_start(1)
+    watch.lines(printed.append, admin_pb2.Job(name="digits"))(
+        admin_pb2.JobEvent(entity="progress", attempt=1, kind=admin_pb2.ATTEMPT_KIND_WARM_START, reason=start)
+    )
+    assert printed[1:] == [
+        "app start  the ServerApp starts, and may wait until it has the clients that it needs: it has 1 client so far"
+    ]
 
 
 @pytest.mark.parametrize("as_json", [False, True])

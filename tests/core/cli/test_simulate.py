@@ -83,12 +83,17 @@ def test_the_data_is_shown(here: Path) -> None:
     ("arguments", "words"),
     [
         (["none.toml"], "none.toml: the file cannot be read: No such file or directory"),
+        (
+            ["digit"],
+            "digit: there is no such file; expected a simulation file, such as job.toml, or the name of an exam",
+        ),
+        (["digits.toml", "--set", "simulation.target=85"], "simulation.target = 85: expected at most 1, because"),
         (["digits.toml", "--engine", "lop"], "digits.toml: simulation.engine = 'lop': expected one of auto, loop"),
         (["digits.toml", "--rounds", "0"], "digits.toml: rounds = 0: expected a whole number >= 1"),
         (["digits.toml", "--set", "rounds"], "digits.toml: 'rounds': expected KEY=VALUE"),
         (["digits.toml", "--set", "selection.gaol=3"], "digits.toml: selection.gaol = 3: there is no such key"),
         (["digits.toml", "--set", "simulation.partition.clients=2000"], "needs at least"),
-        (["digits.toml", "--set", "simulation.data.source=mnist"], "set FEDPLAT_DATA to the folder that has it"),
+        (["digits.toml", "--set", "simulation.data.source=mnist"], "tf-keras-datasets/mnist.npz"),
         (["digits.toml", "--resume"], "there is no run to resume in runs/digits"),
         (["digits.toml", "--output", "taken"], "taken has a run already; resume it (--resume)"),
         (
@@ -118,8 +123,19 @@ def test_keys_that_only_a_trainer_may_know_are_reported(here: Path) -> None:
     write_digits(here)
     done = run("digits.toml", "--set", "config.moment=0.5", "--set", "rounds=1", "--no-plots")
     assert done.exit_code == 0
-    note = "config.moment is ignored: local training has no such key; did you mean momentum?"
+    note = "warning: config.moment is ignored: local training has no such key; did you mean momentum?"
     assert note in done.stderr.splitlines()
+
+
+def test_a_run_that_cannot_show_what_was_meant_is_reported(here: Path) -> None:
+    write_digits(here)
+    changes = ("simulation.data.test_fraction=0", "config.algorithm=fedprox", "rounds=1")
+    done = run("digits.toml", "--no-plots", *(word for change in changes for word in ("--set", change)))
+    assert done.exit_code == 0, done.output
+    found = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
+    assert found[0].startswith("warning: no model is scored, because the data has no test examples")
+    assert "set simulation.data.test_fraction" in found[0]
+    assert found[1].startswith("warning: config.mu: missing, so it is 0")
 
 
 def test_an_error_of_the_users_own_code_names_its_line(here: Path) -> None:

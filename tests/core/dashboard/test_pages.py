@@ -95,6 +95,11 @@ async def test_the_job_shows_last_and_best_values_and_participation(visitor: Vis
     text = (await visitor.get(f"/jobs/{JOB_ID}")).text
     assert "accuracy is 0.925 after round 12; the best is 0.99, in round 5." in text
     assert "loss is 0.1667 after round 12; the best is 0.1667, in round 12." in text
+    for each in server.rounds:
+        each.server_metrics["local_steps"] = 4.0
+    text = (await visitor.get(f"/jobs/{JOB_ID}")).text
+    assert "local_steps is 4 after round 12.<" in text, "no number of steps is the best"
+    assert "Convergence: local_steps" not in text
     assert "77 % of 156 assignments were merged; 15 % late, 8 % failed." in text
 
 

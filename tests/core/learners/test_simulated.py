@@ -215,7 +215,7 @@ class Broken:
         ({"train": return_text}, [], FedplatError, "the learner returned the metric 'loss', 'low'"),
         ({}, ["config.partial_work=true"], JobFileError, 'config.partial_work = true: only the learner "torch"'),
         ({}, ['config.dp="flat"'], JobFileError, "config.dp = 'flat': only the learner \"torch\""),
-        ({}, ['config.algorithm="scaffold"'], JobFileError, "config.algorithm = 'scaffold': only the learner"),
+        ({}, ['config.algorithm="fedprox"'], JobFileError, "config.algorithm = 'fedprox': only the learner"),
     ],
 )
 def test_mistakes_are_one_sentence(

@@ -10,7 +10,10 @@ import numpy as np
 from fedplat.simulation.data.federation import Array, Dataset
 from fedplat.simulation.data.sources.common import SourcePaths, find_data_file, read_arrays
 
-_HOW_TO_GET = "It has the uint8 arrays x_train, y_train, x_test and y_test, as Keras publishes them."
+_HOW_TO_GET = (
+    "It has the uint8 arrays x_train, y_train, x_test and y_test; Keras publishes it: "
+    "curl -O https://storage.googleapis.com/tensorflow/tf-keras-datasets/mnist.npz"
+)
 _MEAN, _DEVIATION = 0.1307, 0.3081  # of the training images' pixels in [0, 1]
 
 
