@@ -9,11 +9,10 @@ from typing_extensions import override
 from fedplat.config import user_code
 from fedplat.errors import EngineError, FedplatError, PluginError, UserCodeError
 from fedplat.model import Parameters
-from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
+from fedplat.simulation.engines.interface import ClientTask, LocalUpdate
 from fedplat.simulation.engines.tasks import (
-    ClientStates,
     ClientTraining,
-    Contents,
+    InProcessEngine,
     Versions,
     describe_task,
     make_error,
@@ -22,32 +21,19 @@ from fedplat.simulation.engines.tasks import (
 from fedplat.simulation.engines.trainers import make_trainer
 
 
-class LoopEngine(Engine):
+class LoopEngine(InProcessEngine):
     """Trains each client when its result is fetched."""
 
     def __init__(self, task: ClientTraining) -> None:
+        super().__init__()
         self._federation = task.federation
         self._trainer = make_trainer(task)
         self._versions = Versions(self._trainer.retire)
-        self._states = ClientStates[Contents]()
         self._begun: set[ClientTask] = set()
-
-    @property
-    @override
-    def num_clients(self) -> int:
-        return self._federation.num_clients
-
-    @override
-    def num_examples(self, client: int) -> int:
-        return self._federation.num_examples(client)
 
     @override
     def publish(self, version: int, model: Parameters) -> None:
         self._trainer.publish(version, model)
-
-    @override
-    def retire(self, version: int) -> None:
-        self._versions.retire(version)
 
     @override
     def begin(self, tasks: Sequence[ClientTask]) -> None:
@@ -83,17 +69,5 @@ class LoopEngine(Engine):
         self._states.undo(task)
 
     @override
-    def client_states(self) -> Mapping[int, Contents]:
-        return dict(self._states)
-
-    @override
-    def set_client_states(self, client_states: Mapping[int, Contents]) -> None:
-        self._states.replace(client_states)
-
-    @override
     def evaluate(self, model: Parameters) -> Mapping[str, float]:
         return self._trainer.evaluate(model)
-
-    @override
-    def close(self) -> None:
-        pass

@@ -18,12 +18,13 @@ from typing_extensions import override
 from fedplat.errors import EngineError, ModelError
 from fedplat.model import Parameters, Schema
 from fedplat.simulation.engines import trainers, worker_pool
-from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
+from fedplat.simulation.engines.interface import ClientTask, LocalUpdate
 from fedplat.simulation.engines.tasks import (
     NO_UPDATE,
     ClientStates,
     ClientTraining,
     Contents,
+    FederationEngine,
     Versions,
     WorkQueue,
     make_error,
@@ -47,7 +48,7 @@ _WAITING = 8
 task that is begun later still runs before short ones."""
 
 
-class ProcessEngine(Engine):
+class ProcessEngine(FederationEngine):
     """Trains clients in `num_workers` processes, one thread each; by default one for each core.
 
     The processes start with the first version. All versions must have its schema.
@@ -66,25 +67,12 @@ class ProcessEngine(Engine):
         self._sent: dict[int, TrainTask | ScoreRequest] = {}
         self._scored: dict[int, tuple[ScoreRequest, Done]] = {}
 
-    @property
-    @override
-    def num_clients(self) -> int:
-        return self._federation.num_clients
-
-    @override
-    def num_examples(self, client: int) -> int:
-        return self._federation.num_examples(client)
-
     @override
     def publish(self, version: int, model: Parameters) -> None:
         """Add a committed version. Raises `ModelError` if its schema differs from the first version's."""
         self._trainer.check(model)
         _, shared = self._start(model.schema)
         self._slots[version] = self._place_model(model, shared)
-
-    @override
-    def retire(self, version: int) -> None:
-        self._versions.retire(version)
 
     @override
     def begin(self, tasks: Sequence[ClientTask]) -> None:

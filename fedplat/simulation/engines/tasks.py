@@ -8,9 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from typing_extensions import override
+
 from fedplat import errors, model
 from fedplat.simulation.data.federation import Federation
-from fedplat.simulation.engines.interface import ClientTask
+from fedplat.simulation.engines.interface import ClientTask, Engine
 
 Contents = Mapping[str, model.Parameters]
 """A client state: parameters by name, as in `ClientState`."""
@@ -123,6 +125,45 @@ class Versions:
             self._retired.add(version)
         else:
             self._forget(version)
+
+
+class FederationEngine(Engine):
+    """What all engines have: the sizes of the clients' data, and the versions in use."""
+
+    _federation: Federation
+    _versions: Versions
+
+    @property
+    @override
+    def num_clients(self) -> int:
+        return self._federation.num_clients
+
+    @override
+    def num_examples(self, client: int) -> int:
+        return self._federation.num_examples(client)
+
+    @override
+    def retire(self, version: int) -> None:
+        self._versions.retire(version)
+
+
+class InProcessEngine(FederationEngine):
+    """An engine without other processes, which stores the client states as they are."""
+
+    def __init__(self) -> None:
+        self._states = ClientStates[Contents]()
+
+    @override
+    def client_states(self) -> Mapping[int, Contents]:
+        return dict(self._states)
+
+    @override
+    def set_client_states(self, client_states: Mapping[int, Contents]) -> None:
+        self._states.replace(client_states)
+
+    @override
+    def close(self) -> None:
+        pass
 
 
 Answer = TypeVar("Answer")

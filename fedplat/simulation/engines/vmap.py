@@ -14,11 +14,11 @@ from fedplat import client_state, errors
 from fedplat.model import Parameters
 from fedplat.pytorch.vectorized import batched, layout
 from fedplat.simulation.engines.client_trainer import InProcessTrainer, one_thread
-from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
-from fedplat.simulation.engines.tasks import ClientStates, ClientTraining, Contents, LocalResult, Versions, num_examples
+from fedplat.simulation.engines.interface import ClientTask, LocalUpdate
+from fedplat.simulation.engines.tasks import ClientTraining, InProcessEngine, LocalResult, Versions, num_examples
 
 
-class VmapEngine(Engine):
+class VmapEngine(InProcessEngine):
     """Trains all waiting tasks of one version together, when the first of their results is fetched.
 
     `device` is a PyTorch device; by default a GPU if there is one. Raises `EngineError` for a model or training options
@@ -26,6 +26,7 @@ class VmapEngine(Engine):
     """
 
     def __init__(self, task: ClientTraining, device: str | None = None) -> None:
+        super().__init__()
         self._federation = task.federation
         self._trainer = InProcessTrainer(task, device or ("cuda" if torch.cuda.is_available() else "cpu"))
         try:
@@ -34,18 +35,8 @@ class VmapEngine(Engine):
             raise _unsuitable(exc) from exc
         self._bases: dict[int, layout.Base] = {}
         self._versions = Versions(self._bases.pop)
-        self._states = ClientStates[Contents]()
         self._waiting: dict[int, dict[ClientTask, None]] = defaultdict(dict)
         self._done: dict[ClientTask, LocalResult] = {}
-
-    @property
-    @override
-    def num_clients(self) -> int:
-        return self._federation.num_clients
-
-    @override
-    def num_examples(self, client: int) -> int:
-        return self._federation.num_examples(client)
 
     @property
     def at_once(self) -> int:
@@ -56,10 +47,6 @@ class VmapEngine(Engine):
     def publish(self, version: int, model: Parameters) -> None:
         self._trainer.check(model)
         self._bases[version] = self._cohort_trainer.base(model)
-
-    @override
-    def retire(self, version: int) -> None:
-        self._versions.retire(version)
 
     @override
     def begin(self, tasks: Sequence[ClientTask]) -> None:
@@ -92,20 +79,8 @@ class VmapEngine(Engine):
             self._states.undo(task)
 
     @override
-    def client_states(self) -> Mapping[int, Contents]:
-        return dict(self._states)
-
-    @override
-    def set_client_states(self, client_states: Mapping[int, Contents]) -> None:
-        self._states.replace(client_states)
-
-    @override
     def evaluate(self, model: Parameters) -> Mapping[str, float]:
         return self._trainer.evaluate(model)
-
-    @override
-    def close(self) -> None:
-        pass
 
     def _train(self, task: ClientTask) -> None:
         """Train a task together with tasks of about its size, so that all end at about the same step."""

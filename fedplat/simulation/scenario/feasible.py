@@ -72,7 +72,7 @@ def check_sums(spec: job.JobSpec) -> None:
             )
 
 
-def _describe_more_than_a_mean(spec: JobSpec) -> str:
+def _describe_more_than_a_mean(spec: job.JobSpec) -> str:
     """Return why versions of a job would not be the mean of its clients' models, or ""."""
     if spec.robust is not None:
         return "robust: {reason}, which only the mean gives; expected no [robust]"
@@ -80,7 +80,7 @@ def _describe_more_than_a_mean(spec: JobSpec) -> str:
         key = "clip_norm" if spec.updates.clip_norm else "adaptive_clip"
         return f"updates.{key}: {{reason}}, and a clipped update has the sums of no data; expected no clipping"
     if find_training(spec).carries_over:
-        kind = name_of(spec.mode)
+        kind = plugins.name_of(spec.mode)
         return f'mode.kind = "{kind}": {{reason}}, and updates are relative to an older version; expected "sync"'
     return ""
 

@@ -89,23 +89,23 @@ def _users(folder: Path, dtype: common.InputType) -> dict[str, tuple[Array, Arra
     return users
 
 
-def _inputs(values: list[Any], dtype: InputType, where: str) -> Array:
+def _inputs(values: list[Any], dtype: common.InputType, where: str) -> Array:
     array = _array(values, where)
     if array.dtype == np.uint8:
         return array
     if dtype == "auto" and array.dtype.kind == "f":
-        _refuse_long(values, array, rows_of(where))
+        _refuse_long(values, array, common.rows_of(where))
     elif dtype == "auto":
-        require_exact(array, rows_of(where), "x")
-    return as_inputs(array, dtype="float32" if dtype == "auto" else dtype, row=rows_of(where))
+        common.require_exact(array, common.rows_of(where), "x")
+    return common.as_inputs(array, dtype="float32" if dtype == "auto" else dtype, row=common.rows_of(where))
 
 
-def _refuse_long(values: list[Any], array: Array, row: Row) -> None:
+def _refuse_long(values: list[Any], array: Array, row: common.Row) -> None:
     """Raise `DataError` for a whole number above int64, which NumPy makes a fraction if smaller ones are beside it."""
     for index in np.unique(np.argwhere(np.abs(array) >= 2.0**63)[:, 0]).tolist():
         for number in np.asarray(values[index], object).ravel().tolist():
             if isinstance(number, int) and number >= 2**63:
-                raise DataError(f"{row(index)}: {describe_rounding(number, 'x')}")
+                raise DataError(f"{row(index)}: {common.describe_rounding(number, 'x')}")
 
 
 def _targets(values: list[Any], where: str) -> Array:

@@ -226,9 +226,9 @@ def _read(format_: TableFormat, file: Path, columns: ColumnNames, options: Table
         raise DataError(f"{file} has no rows; expected at least one example")
     row, texts = common.rows_of(file), None
     if options.dtype == "auto":
-        _refuse_long_numbers(format_, file, table, arrow.as_list(columns.inputs), EXACT_INPUTS)
+        _refuse_long_numbers(format_, file, table, arrow.as_list(columns.inputs), common.EXACT_INPUTS)
     if not target:
-        _refuse_long_numbers(format_, file, table, arrow.as_list(columns.targets), EXACT_TARGETS)
+        _refuse_long_numbers(format_, file, table, arrow.as_list(columns.targets), common.EXACT_TARGETS)
     if FILE in columns.others and FILE not in table.column_names:
         table = table.append_column(FILE, pa.DictionaryArray.from_arrays(np.zeros(len(table), np.int8), [file_name]))
     if written is not None and target:

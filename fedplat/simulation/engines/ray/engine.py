@@ -18,7 +18,7 @@ from fedplat.errors import EngineError
 from fedplat.learner import ArrayLearner
 from fedplat.model import Parameters, Schema
 from fedplat.simulation.engines import worker_pool
-from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
+from fedplat.simulation.engines.interface import ClientTask, LocalUpdate
 from fedplat.simulation.engines.ray.cluster import Cluster
 from fedplat.simulation.engines.ray.worker import Answer, DataShards, Piece, RayWorker, make_piece, make_trainer
 from fedplat.simulation.engines.tasks import (
@@ -26,6 +26,7 @@ from fedplat.simulation.engines.tasks import (
     ClientStates,
     ClientTraining,
     Contents,
+    FederationEngine,
     Versions,
     WorkQueue,
     make_error,
@@ -44,7 +45,7 @@ class _Sent(NamedTuple):
     worker: int
 
 
-class RayEngine(Engine):
+class RayEngine(FederationEngine):
     """Trains clients in `num_workers` actors, one thread each; 0 stands for one for each core of the cluster.
 
     `address` or RAY_ADDRESS names the cluster; without either, the engine starts a local cluster and ends it in
@@ -78,24 +79,11 @@ class RayEngine(Engine):
         self._schema: Schema | None = None
         self._failure = ""
 
-    @property
-    @override
-    def num_clients(self) -> int:
-        return self._federation.num_clients
-
-    @override
-    def num_examples(self, client: int) -> int:
-        return self._federation.num_examples(client)
-
     @override
     def publish(self, version: int, model: Parameters) -> None:
         self._trainer.check(model)
         self._schema = model.schema
         self._models[version] = self._ray.put((model.schema, model.buffer))
-
-    @override
-    def retire(self, version: int) -> None:
-        self._versions.retire(version)
 
     @override
     def begin(self, tasks: Sequence[ClientTask]) -> None:
