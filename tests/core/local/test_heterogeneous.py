@@ -14,14 +14,13 @@ from fedplat.aggregate import Accumulator, Contribution, Rule, first_columns
 from fedplat.aggregate.state import columns_of
 from fedplat.client_state import ClientState
 from fedplat.config.toml import read_record
-from fedplat.errors import ModelError
+from fedplat.errors import JobFileError, ModelError
 from fedplat.job import JobSpec, Selection, build_rule
 from fedplat.model import Parameters
 from fedplat.pytorch import convert as backend
 from fedplat.pytorch.training import Learner, LocalOptions, LocalTraining, TensorExamples, Trainee, train
 from fedplat.simulation import SimulationOptions, make_job, simulate
 from fedplat.simulation.data import Dataset, partitioners
-from fedplat.simulation.engines.registry import LoopOptions, VmapOptions
 
 NUM_CLIENTS = 4
 RNG = np.random.default_rng(11)
@@ -106,13 +105,12 @@ def make_linear() -> nn.Module:
     return nn.Linear(3, 2)
 
 
-@pytest.mark.parametrize("engine", [LoopOptions(), VmapOptions()])
-def test_a_simulation_without_the_rule_of_scaffold_says_what_is_missing(engine: LoopOptions | VmapOptions) -> None:
+def test_a_simulation_without_the_rule_of_scaffold_says_what_is_missing() -> None:
     config = {"algorithm": "scaffold", "epochs": 1, "batch_size": 2, "learning_rate": 0.1}
     job = make_job(make_linear, rounds=1, selection=Selection(goal=2, over_selection=1.0), config=config)
     data = Dataset.from_arrays(np.ones((8, 3), np.float32), np.arange(8) % 2)
-    options = SimulationOptions(engine=engine, partition=partitioners.Iid(clients=2))
-    with pytest.raises(ModelError, match=r"has no tensor 'control/weight', .* whose aggregation rule adds it"):
+    options = SimulationOptions(partition=partitioners.Iid(clients=2))
+    with pytest.raises(JobFileError, match=r'expected \[aggregation\] rule = "scaffold" with num_clients'):
         simulate(job, options, data=data, progress=False)
 
 
