@@ -108,7 +108,18 @@ class _Runner:
             part = requests[request.folder]
             match reply:
                 case RoundReply():
-                    self._report_round(part, reply)
+                    self._observe(
+                        StepProgress(
+                            part=part,
+                            round=reply.round,
+                            num_rounds=self._num_rounds[part.configuration.number],
+                            value=reply.value,
+                            is_done=False,
+                            is_stored=False,
+                            num_done=len(self._ended),
+                            num_runs=self._file.num_runs,
+                        )
+                    )
                 case DoneReply():
                     outcome = self._store.outcome(part.key, part.until)
                     if outcome is None:
@@ -144,20 +155,6 @@ class _Runner:
                 value=outcome.score(self._file.objective, part.until),
                 is_done=True,
                 is_stored=is_stored,
-                num_done=len(self._ended),
-                num_runs=self._file.num_runs,
-            )
-        )
-
-    def _report_round(self, part: RunPart, reply: RoundReply) -> None:
-        self._observe(
-            StepProgress(
-                part=part,
-                round=reply.round,
-                num_rounds=self._num_rounds[part.configuration.number],
-                value=reply.value,
-                is_done=False,
-                is_stored=False,
                 num_done=len(self._ended),
                 num_runs=self._file.num_runs,
             )

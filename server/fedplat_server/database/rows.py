@@ -17,16 +17,7 @@ from fedplat.config.decoding import require_known
 from fedplat.config.loaded_plugins import PluginVersion, versions_to_builtins
 from fedplat.job import JobSpec, find_mechanism, is_unreadable, read_newer
 from fedplat.job.privacy import find_mechanism_of
-from fedplat.rounds import (
-    Assignment,
-    AssignmentSet,
-    Attempt,
-    AttemptKey,
-    HistoryRow,
-    JobState,
-    ModelVersion,
-    influence,
-)
+from fedplat.rounds import Assignment, AssignmentSet, Attempt, AttemptKey, HistoryRow, JobState, ModelVersion, influence
 from fedplat.rounds.protocols.base import find_training, training_of
 from fedplat.rounds.records import NO_ASSIGNMENTS, Claim, SecureMessages
 from fedplat.rounds.states import AssignmentState, JobStatus
@@ -256,11 +247,7 @@ class LastAttempt(NamedTuple):
 
 
 def job_record(
-    row: Row,
-    files: job_files.JobFileReader,
-    latest: ModelVersion,
-    last: LastAttempt,
-    past: ReportHistory,
+    row: Row, files: job_files.JobFileReader, latest: ModelVersion, last: LastAttempt, past: ReportHistory
 ) -> JobRecord:
     """Read a row of `jobs`, with the job's latest version, last attempt and reports from other tables."""
     spec, problem = files.read(row)

@@ -133,7 +133,15 @@ class WebhookStore:
             page = connection.execute(query.order_by(events.c.sequence).limit(limit)).all()
             assert page, "an event that a webhook needs was removed"
             values = [
-                _new_delivery(webhook.webhook_id, event.sequence, now)
+                {
+                    "event_sequence": event.sequence,
+                    "webhook_id": webhook.webhook_id,
+                    "state": DeliveryState.PENDING,
+                    "num_attempts": 0,
+                    "result": "",
+                    "last_unix_s": None,
+                    "next_unix_s": now,
+                }
                 for webhook in found
                 for event in page
                 if event.sequence > webhook.cursor and (not webhook.types or event.type in webhook.types)
@@ -230,18 +238,6 @@ def _webhook(row: rows.Row, pending: rows.Row | None = None) -> WebhookRecord:
         num_pending=pending.total if pending is not None else 0,
         oldest_unix_s=(pending.unix_s or 0.0) if pending is not None else 0.0,
     )
-
-
-def _new_delivery(webhook_id: str, sequence: int, now: float) -> rows.Values:
-    return {
-        "event_sequence": sequence,
-        "webhook_id": webhook_id,
-        "state": DeliveryState.PENDING,
-        "num_attempts": 0,
-        "result": "",
-        "last_unix_s": None,
-        "next_unix_s": now,
-    }
 
 
 def _with_event() -> sqlalchemy.Select[Any]:

@@ -240,10 +240,7 @@ assignments = Table(
     Column("secure_group", Integer),
     Column("secure_position", Integer),
     PrimaryKeyConstraint("job_id", "round", "number", "client_id"),
-    ForeignKeyConstraint(
-        ["job_id", "round", "number"],
-        ["attempts.job_id", "attempts.round", "attempts.number"],
-    ),
+    ForeignKeyConstraint(["job_id", "round", "number"], ["attempts.job_id", "attempts.round", "attempts.number"]),
     Index(None, "job_id", "reported_revision"),
     Index(None, "job_id", "client_id", "round"),
 )
@@ -396,10 +393,7 @@ audit_log = Table(
 
 # One row: the head of the audit log.
 audit_head = Table(
-    "audit_head",
-    metadata,
-    Column("num_rows", BigInteger, nullable=False),
-    Column("hash", String, nullable=False),
+    "audit_head", metadata, Column("num_rows", BigInteger, nullable=False), Column("hash", String, nullable=False)
 )
 
 # The transaction of a change numbers its events, not the database: without gaps, in the order of the commits.

@@ -23,17 +23,7 @@ from fedplat import wire
 from fedplat.secure_aggregation import messages
 from fedplat.secure_aggregation.options import MAX_GROUP
 from fedplat.wire import auth
-from fedplat_server import logs
-from fedplat_server.errors import (
-    BlobFullError,
-    BlobUnavailableError,
-    BudgetUnknownError,
-    Code,
-    LeadershipLostError,
-    RefusedError,
-    StoreFullError,
-    StoreUnavailableError,
-)
+from fedplat_server import errors, logs
 from fedplat_server.instruments import Instruments, method_label
 from fedplat_server.rpc import handlers
 from fedplat_server.rpc.handlers import Behavior, Context, Handler
@@ -136,7 +126,7 @@ class _Received:
 
     message: Any
     data: bytes
-    refused: RefusedError | None = None
+    refused: errors.RefusedError | None = None
 
     def unwrap(self) -> Any:
         if self.refused is not None:
@@ -148,14 +138,14 @@ def _decoder(decode: Callable[[bytes], Any] | None, limit_bytes: int) -> Callabl
     def decode_or_mark(data: bytes) -> _Received:
         if len(data) > limit_bytes:
             text = f"the message has {len(data)} bytes; expected at most {limit_bytes} for this method"
-            return _Received(None, b"", RefusedError(Code.TOO_LARGE, text))
+            return _Received(None, b"", errors.RefusedError(errors.Code.TOO_LARGE, text))
         if decode is None:  # a gateway forwards bytes
             return _Received(data, b"")
         try:
             return _Received(decode(data), data)
         except DecodeError:
             text = "its bytes are not a message of this protocol"
-            return _Received(None, b"", RefusedError(Code.INVALID_REQUEST, text))
+            return _Received(None, b"", errors.RefusedError(errors.Code.INVALID_REQUEST, text))
 
     return decode_or_mark
 
@@ -253,25 +243,25 @@ _NO_SPAN = contextlib.nullcontext()
 async def _translate_errors(context: Context, method: str) -> AsyncGenerator[None]:
     try:
         yield
-    except RefusedError as exc:
+    except errors.RefusedError as exc:
         await _abort(context, exc)
-    except (BlobFullError, StoreFullError):
-        await _abort(context, RefusedError(Code.STORAGE_FULL))
-    except LeadershipLostError:
-        await _abort(context, RefusedError(Code.NO_LEADER))
-    except BudgetUnknownError as exc:
-        await _abort(context, RefusedError(Code.OVER_BUDGET, str(exc)))
-    except (StoreUnavailableError, BlobUnavailableError):
-        await _abort(context, RefusedError(Code.STORE_UNAVAILABLE))
+    except (errors.BlobFullError, errors.StoreFullError):
+        await _abort(context, errors.RefusedError(errors.Code.STORAGE_FULL))
+    except errors.LeadershipLostError:
+        await _abort(context, errors.RefusedError(errors.Code.NO_LEADER))
+    except errors.BudgetUnknownError as exc:
+        await _abort(context, errors.RefusedError(errors.Code.OVER_BUDGET, str(exc)))
+    except (errors.StoreUnavailableError, errors.BlobUnavailableError):
+        await _abort(context, errors.RefusedError(errors.Code.STORE_UNAVAILABLE))
     except aio.AbortError:
         raise
     except Exception:  # the RPC boundary: log the traceback, and do not send it to the caller
         number = secrets.token_hex(4)
         logs.get().exception("a call failed", method=method, number=number)
-        await _abort(context, RefusedError(Code.INTERNAL, number))
+        await _abort(context, errors.RefusedError(errors.Code.INTERNAL, number))
 
 
-async def _abort(context: Context, refused: RefusedError) -> None:
+async def _abort(context: Context, refused: errors.RefusedError) -> None:
     trailers = [(auth.METADATA_CODE, refused.code.value)]
     if refused.retry is not None:
         trailers.append((wire.METADATA_RETRY, f"{refused.retry.min_s:g} {refused.retry.max_s:g}"))
@@ -286,59 +276,59 @@ def _shorten(text: str) -> str:
 
 
 _S = grpc.StatusCode
-STATUSES: Mapping[Code, grpc.StatusCode] = {
-    Code.NO_OPERATOR: _S.UNAUTHENTICATED,
-    Code.ROLE_TOO_LOW: _S.PERMISSION_DENIED,
-    Code.TOO_MANY_LOGINS: _S.RESOURCE_EXHAUSTED,
-    Code.NAME_TAKEN: _S.ALREADY_EXISTS,
-    Code.NO_SUCH_OPERATOR: _S.NOT_FOUND,
-    Code.LAST_ADMIN: _S.FAILED_PRECONDITION,
-    Code.NO_SUCH_WEBHOOK: _S.NOT_FOUND,
-    Code.TOO_MANY_WEBHOOKS: _S.FAILED_PRECONDITION,
-    Code.UNAUTHENTICATED: _S.UNAUTHENTICATED,
-    Code.BAD_SIGNATURE: _S.UNAUTHENTICATED,
-    Code.REPLAYED: _S.UNAUTHENTICATED,
-    Code.SESSION_UNKNOWN: _S.UNAUTHENTICATED,
-    Code.CHALLENGE_EXPIRED: _S.UNAUTHENTICATED,
-    Code.CLIENT_UNKNOWN: _S.UNAUTHENTICATED,
-    Code.FENCED: _S.PERMISSION_DENIED,
-    Code.REVOKED: _S.PERMISSION_DENIED,
-    Code.CERTIFICATE_UNKNOWN: _S.UNAUTHENTICATED,
-    Code.CERTIFICATE_EXPIRED: _S.UNAUTHENTICATED,
-    Code.NO_CERTIFICATES: _S.FAILED_PRECONDITION,
-    Code.TOKEN_UNKNOWN: _S.UNAUTHENTICATED,
-    Code.TOKEN_REFUSED: _S.PERMISSION_DENIED,
-    Code.UNSUPPORTED_VERSION: _S.FAILED_PRECONDITION,
-    Code.INVALID_REQUEST: _S.INVALID_ARGUMENT,
-    Code.INVALID_JOB_FILE: _S.INVALID_ARGUMENT,
-    Code.INVALID_MODEL: _S.INVALID_ARGUMENT,
-    Code.NO_SUCH_CLIENT: _S.NOT_FOUND,
-    Code.NO_SUCH_ENROLLMENT: _S.NOT_FOUND,
-    Code.NO_SUCH_JOB: _S.NOT_FOUND,
-    Code.AMBIGUOUS_JOB: _S.INVALID_ARGUMENT,
-    Code.NO_SUCH_ROUND: _S.NOT_FOUND,
-    Code.NO_SUCH_VERSION: _S.NOT_FOUND,
-    Code.VERSION_REMOVED: _S.NOT_FOUND,
-    Code.HELD_BY_CLIENTS: _S.NOT_FOUND,
-    Code.NO_SUCH_MODEL: _S.NOT_FOUND,
-    Code.NO_SUCH_EVALUATOR: _S.FAILED_PRECONDITION,
-    Code.NO_SUCH_TRAINER: _S.FAILED_PRECONDITION,
-    Code.ILLEGAL_ACTION: _S.FAILED_PRECONDITION,
-    Code.OVER_BUDGET: _S.FAILED_PRECONDITION,
-    Code.STALE_ASSIGNMENT: _S.NOT_FOUND,
-    Code.WRONG_OFFSET: _S.OUT_OF_RANGE,
-    Code.TOO_LARGE: _S.INVALID_ARGUMENT,
-    Code.UPLOAD_INCOMPLETE: _S.ABORTED,
-    Code.NOT_SENT_YET: _S.UNAVAILABLE,
-    Code.TOO_SLOW: _S.DEADLINE_EXCEEDED,
-    Code.TOO_MANY_CALLS: _S.RESOURCE_EXHAUSTED,
-    Code.TOO_MANY_STREAMS: _S.RESOURCE_EXHAUSTED,
-    Code.TOO_MANY_REQUESTS: _S.RESOURCE_EXHAUSTED,
-    Code.TOO_MANY_BYTES: _S.RESOURCE_EXHAUSTED,
-    Code.TOO_MANY_UPLOADS: _S.RESOURCE_EXHAUSTED,
-    Code.DRAINING: _S.UNAVAILABLE,
-    Code.NO_LEADER: _S.UNAVAILABLE,
-    Code.STORE_UNAVAILABLE: _S.UNAVAILABLE,
-    Code.STORAGE_FULL: _S.RESOURCE_EXHAUSTED,
-    Code.INTERNAL: _S.INTERNAL,
+STATUSES: Mapping[errors.Code, grpc.StatusCode] = {
+    errors.Code.NO_OPERATOR: _S.UNAUTHENTICATED,
+    errors.Code.ROLE_TOO_LOW: _S.PERMISSION_DENIED,
+    errors.Code.TOO_MANY_LOGINS: _S.RESOURCE_EXHAUSTED,
+    errors.Code.NAME_TAKEN: _S.ALREADY_EXISTS,
+    errors.Code.NO_SUCH_OPERATOR: _S.NOT_FOUND,
+    errors.Code.LAST_ADMIN: _S.FAILED_PRECONDITION,
+    errors.Code.NO_SUCH_WEBHOOK: _S.NOT_FOUND,
+    errors.Code.TOO_MANY_WEBHOOKS: _S.FAILED_PRECONDITION,
+    errors.Code.UNAUTHENTICATED: _S.UNAUTHENTICATED,
+    errors.Code.BAD_SIGNATURE: _S.UNAUTHENTICATED,
+    errors.Code.REPLAYED: _S.UNAUTHENTICATED,
+    errors.Code.SESSION_UNKNOWN: _S.UNAUTHENTICATED,
+    errors.Code.CHALLENGE_EXPIRED: _S.UNAUTHENTICATED,
+    errors.Code.CLIENT_UNKNOWN: _S.UNAUTHENTICATED,
+    errors.Code.FENCED: _S.PERMISSION_DENIED,
+    errors.Code.REVOKED: _S.PERMISSION_DENIED,
+    errors.Code.CERTIFICATE_UNKNOWN: _S.UNAUTHENTICATED,
+    errors.Code.CERTIFICATE_EXPIRED: _S.UNAUTHENTICATED,
+    errors.Code.NO_CERTIFICATES: _S.FAILED_PRECONDITION,
+    errors.Code.TOKEN_UNKNOWN: _S.UNAUTHENTICATED,
+    errors.Code.TOKEN_REFUSED: _S.PERMISSION_DENIED,
+    errors.Code.UNSUPPORTED_VERSION: _S.FAILED_PRECONDITION,
+    errors.Code.INVALID_REQUEST: _S.INVALID_ARGUMENT,
+    errors.Code.INVALID_JOB_FILE: _S.INVALID_ARGUMENT,
+    errors.Code.INVALID_MODEL: _S.INVALID_ARGUMENT,
+    errors.Code.NO_SUCH_CLIENT: _S.NOT_FOUND,
+    errors.Code.NO_SUCH_ENROLLMENT: _S.NOT_FOUND,
+    errors.Code.NO_SUCH_JOB: _S.NOT_FOUND,
+    errors.Code.AMBIGUOUS_JOB: _S.INVALID_ARGUMENT,
+    errors.Code.NO_SUCH_ROUND: _S.NOT_FOUND,
+    errors.Code.NO_SUCH_VERSION: _S.NOT_FOUND,
+    errors.Code.VERSION_REMOVED: _S.NOT_FOUND,
+    errors.Code.HELD_BY_CLIENTS: _S.NOT_FOUND,
+    errors.Code.NO_SUCH_MODEL: _S.NOT_FOUND,
+    errors.Code.NO_SUCH_EVALUATOR: _S.FAILED_PRECONDITION,
+    errors.Code.NO_SUCH_TRAINER: _S.FAILED_PRECONDITION,
+    errors.Code.ILLEGAL_ACTION: _S.FAILED_PRECONDITION,
+    errors.Code.OVER_BUDGET: _S.FAILED_PRECONDITION,
+    errors.Code.STALE_ASSIGNMENT: _S.NOT_FOUND,
+    errors.Code.WRONG_OFFSET: _S.OUT_OF_RANGE,
+    errors.Code.TOO_LARGE: _S.INVALID_ARGUMENT,
+    errors.Code.UPLOAD_INCOMPLETE: _S.ABORTED,
+    errors.Code.NOT_SENT_YET: _S.UNAVAILABLE,
+    errors.Code.TOO_SLOW: _S.DEADLINE_EXCEEDED,
+    errors.Code.TOO_MANY_CALLS: _S.RESOURCE_EXHAUSTED,
+    errors.Code.TOO_MANY_STREAMS: _S.RESOURCE_EXHAUSTED,
+    errors.Code.TOO_MANY_REQUESTS: _S.RESOURCE_EXHAUSTED,
+    errors.Code.TOO_MANY_BYTES: _S.RESOURCE_EXHAUSTED,
+    errors.Code.TOO_MANY_UPLOADS: _S.RESOURCE_EXHAUSTED,
+    errors.Code.DRAINING: _S.UNAVAILABLE,
+    errors.Code.NO_LEADER: _S.UNAVAILABLE,
+    errors.Code.STORE_UNAVAILABLE: _S.UNAVAILABLE,
+    errors.Code.STORAGE_FULL: _S.RESOURCE_EXHAUSTED,
+    errors.Code.INTERNAL: _S.INTERNAL,
 }

@@ -50,12 +50,7 @@ class JobFiles:
     """Reads job files of at most `max_bytes`, which may name `plugins`, and these evaluators and trainers."""
 
     def __init__(
-        self,
-        plugins: Plugins,
-        max_bytes: int,
-        evaluators: Sequence[str],
-        trainers: Sequence[str],
-        halves: ServerHalves,
+        self, plugins: Plugins, max_bytes: int, evaluators: Sequence[str], trainers: Sequence[str], halves: ServerHalves
     ) -> None:
         self._plugins = plugins
         self._max_bytes = max_bytes

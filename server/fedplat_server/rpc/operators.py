@@ -36,10 +36,7 @@ from fedplat_server.rpc.handlers import Context
 from fedplat_server.rpc.operator_access import current_operator, current_role
 
 MAX_ALERTS = 100
-_SEVERITIES = {
-    Severity.WARNING: admin_pb2.ALERT_SEVERITY_WARNING,
-    Severity.CRITICAL: admin_pb2.ALERT_SEVERITY_CRITICAL,
-}
+_SEVERITIES = {Severity.WARNING: admin_pb2.ALERT_SEVERITY_WARNING, Severity.CRITICAL: admin_pb2.ALERT_SEVERITY_CRITICAL}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -130,7 +130,7 @@ class BlobStore:
     @contextlib.contextmanager
     def writer(self) -> Generator[BlobWriter]:
         """Store a blob that is written within the block; the writer's `blob` is its digest and size afterwards."""
-        path = self._temporary()
+        path = self.folder / f"{uuid.uuid4().hex}{TEMPORARY}"
         with files.translate_os_errors("writing a blob"), remove_on_error(path):
             descriptor = durable.create(path)
             try:
@@ -250,9 +250,6 @@ class BlobStore:
     def expire(self) -> None:
         """Remove the blobs that were set aside long enough ago (`files.SET_ASIDE_KEEP_S`)."""
         self._backend.expire()
-
-    def _temporary(self) -> Path:
-        return self.folder / f"{uuid.uuid4().hex}{TEMPORARY}"
 
     def _move_in(self, source: Path, digest: str) -> None:
         self.made.append(digest)
