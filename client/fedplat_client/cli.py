@@ -13,15 +13,18 @@ from typing import Any, TypeAlias, TypedDict, Unpack
 import click
 
 from fedplat import texts
-from fedplat.config import loaded_plugins, user_code
+from fedplat.config import user_code
+from fedplat.config.loaded_plugins import parse_plugins
 from fedplat.errors import FedplatError, MissingExtraError, PluginError, TicketError
 from fedplat.secure_aggregation.options import MAX_GROUP, MIN_GROUP
 from fedplat.wire import process_tuning
-from fedplat_client import errors, log, task
+from fedplat_client import log
 from fedplat_client._auth import tickets
 from fedplat_client._version import __version__
 from fedplat_client.client import Client
+from fedplat_client.errors import DataDirectoryError
 from fedplat_client.options import ClientOptions
+from fedplat_client.task import Task
 
 _Decorator: TypeAlias = Callable[[Callable[..., None]], Callable[..., None]]
 _PARTITION_LABELS = ("partition_id", "num_partitions")
@@ -316,7 +319,7 @@ def identity(**options: Unpack[_IdentityOptions]) -> None:
         key = client.load_public_key()
     except (ValueError, TicketError) as exc:
         raise _UsageError(str(exc)) from exc
-    except errors.DataDirectoryError as exc:
+    except DataDirectoryError as exc:
         raise click.ClickException(log.make_printable(str(exc))) from exc
     click.echo(key)
 
@@ -370,7 +373,7 @@ def _create_client(options: _RunOptions) -> Client:
             client.add_evaluator(name, getattr(function, "evaluate", function))
     except PluginError as exc:
         raise _UsageError(f"--plugin {exc}") from exc
-    except (ValueError, TicketError, errors.DataDirectoryError, MissingExtraError) as exc:
+    except (ValueError, TicketError, DataDirectoryError, MissingExtraError) as exc:
         raise _UsageError(str(exc)) from exc
     return client
 
@@ -433,7 +436,7 @@ def _read_arguments(options: _ClientCommandOptions) -> _ClientArguments:
             peer_address=options["peer_address"],
             cache_limit_bytes=options["cache_limit"],
         ),
-        "plugins": loaded_plugins.parse_plugins(options["plugins"]),
+        "plugins": parse_plugins(options["plugins"]),
     }
 
 
@@ -462,7 +465,7 @@ def _parse_label(text: str) -> tuple[str, str]:
     return key, value
 
 
-def _load(option: str, spec: str) -> tuple[str, Callable[[task.Task], Any]]:
+def _load(option: str, spec: str) -> tuple[str, Callable[[Task], Any]]:
     """Return the name and the function of `[name=]module:function`."""
     name, _, target = spec.rpartition("=")
     try:

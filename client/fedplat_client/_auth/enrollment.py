@@ -12,14 +12,18 @@ from fedplat import wire
 from fedplat.codecs import CODECS
 from fedplat.config.loaded_plugins import NO_PLUGINS, LoadedPlugins
 from fedplat.secure_aggregation.setup import FEATURE
-from fedplat.wire import auth, handshake, proxies
+from fedplat.wire import handshake, proxies
+from fedplat.wire.auth import Ticket
 from fedplat.wire.v1 import fleet_pb2
-from fedplat_client import cancellation, errors, transport
-from fedplat_client._auth import authenticator, calls
+from fedplat_client import errors
+from fedplat_client._auth.authenticator import SignedAccess
+from fedplat_client._auth.calls import Connection, version_check
 from fedplat_client._state.data_dir import DataDirectory, Identity
 from fedplat_client._version import __version__
+from fedplat_client.cancellation import StopSignal
+from fedplat_client.transport import Method
 
-_ENROLL = transport.Method("Enroll", fleet_pb2.EnrollResponse)
+_ENROLL = Method("Enroll", fleet_pb2.EnrollResponse)
 _logger = logging.getLogger(__name__)
 
 
@@ -33,15 +37,15 @@ class ClientDescription:
     evaluators: Sequence[str]
     features: Sequence[str] = (FEATURE,)
     plugins: LoadedPlugins = NO_PLUGINS
-    ticket: auth.Ticket | None = None
+    ticket: Ticket | None = None
 
 
 @dataclass(frozen=True)
 class Endpoints:
     """The ways to call the server: `access` proves the client's identity, `connection` makes authenticated calls."""
 
-    access: authenticator.SignedAccess
-    connection: calls.Connection
+    access: SignedAccess
+    connection: Connection
 
 
 class ClientSession:
@@ -53,7 +57,7 @@ class ClientSession:
         directory: DataDirectory,
         identity: Identity,
         description: ClientDescription,
-        stop: cancellation.StopSignal,
+        stop: StopSignal,
     ) -> None:
         self._endpoints = endpoints
         self._directory = directory
@@ -82,7 +86,7 @@ class ClientSession:
             public_key=self._endpoints.access.public_key,
         )
         try:
-            with calls.version_check():
+            with version_check():
                 response = self._endpoints.access.prove(_ENROLL, request.SerializeToString(), self._stop)
         except errors.RevokedError:
             raise

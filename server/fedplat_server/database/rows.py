@@ -21,8 +21,9 @@ from fedplat.rounds import Assignment, AssignmentSet, Attempt, AttemptKey, Histo
 from fedplat.rounds.protocols.base import find_training, training_of
 from fedplat.rounds.records import NO_ASSIGNMENTS, Claim, SecureMessages
 from fedplat.rounds.states import AssignmentState, JobStatus
-from fedplat_server.database import job_files, ledger, newer_states, tables
+from fedplat_server.database import job_files, newer_states, tables
 from fedplat_server.database.jobs import AttemptRecord, HistoryRecord, JobRecord, Staleness, Tally, VersionRecord
+from fedplat_server.database.ledger import encode_mechanism
 from fedplat_server.errors import StoreError
 
 _Record = TypeVar("_Record")
@@ -77,7 +78,7 @@ def ledger_values(job: JobState, version: ModelVersion, unix_s: float) -> Values
         "job_id": job.job_id,
         "version": version.version,
         "round": version.round,
-        "mechanism": ledger.encode_mechanism(mechanism),
+        "mechanism": encode_mechanism(mechanism),
         "unix_s": unix_s,
     }
 

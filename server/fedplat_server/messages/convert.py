@@ -6,11 +6,12 @@ from collections.abc import Iterable, Mapping
 
 from msgspec import structs
 
-from fedplat import rounds, texts
 from fedplat.codecs import container
 from fedplat.config.loaded_plugins import PluginVersion
 from fedplat.job import JobSpec, Scalar
-from fedplat.rounds import commands, privacy_rules
+from fedplat.rounds import Attempt, ModelVersion
+from fedplat.rounds.commands import RetryWindow
+from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat.rounds.states import (
     BUSY_STATES,
     REASON_TEXTS,
@@ -20,6 +21,7 @@ from fedplat.rounds.states import (
     JobStatus,
     Reason,
 )
+from fedplat.texts import shorten
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
 from fedplat_server.coordination.progress import ProgressSummary
 from fedplat_server.database.jobs import AttemptRecord, HistoryRecord, JobRecord, VersionRecord
@@ -40,7 +42,7 @@ def reason_from_wire(value: model_pb2.Reason.ValueType) -> Reason | None:
     return _REASONS_BACK.get(value)
 
 
-def refusal(reason: Reason, window: commands.RetryWindow, text: str = "") -> fleet_pb2.Refusal:
+def refusal(reason: Reason, window: RetryWindow, text: str = "") -> fleet_pb2.Refusal:
     """Encode a refusal; `text` replaces the default text of the reason."""
     return fleet_pb2.Refusal(
         reason=REASONS[reason],
@@ -60,12 +62,12 @@ def value(scalar: Scalar) -> model_pb2.Value:
     return model_pb2.Value(string_value=scalar)
 
 
-def model_ref(version: rounds.ModelVersion) -> model_pb2.ModelRef:
+def model_ref(version: ModelVersion) -> model_pb2.ModelRef:
     """Return the reference to a version's model file."""
     return model_pb2.ModelRef(version=version.version, digest=version.digest, size_bytes=version.size_bytes)
 
 
-def model_delta(version: rounds.ModelVersion, spec: JobSpec) -> fleet_pb2.ModelDelta | None:
+def model_delta(version: ModelVersion, spec: JobSpec) -> fleet_pb2.ModelDelta | None:
     """Return the reference to the step from a version's base to it; None without one smaller than the whole model."""
     codec = spec.compression.downlink
     if codec is None or not version.delta_digest or version.delta_size_bytes >= version.size_bytes:
@@ -86,7 +88,7 @@ def job(record: JobRecord, current: admin_pb2.Round | None, shown: admin_pb2.Job
         name=state.spec.name,
         population=state.spec.population,
         status=STATUSES[state.status],
-        reason=texts.shorten(state.reason),
+        reason=shorten(state.reason),
         round=state.round,
         model=model_ref(state.latest),
         created_unix_s=record.created_unix_s,
@@ -123,7 +125,7 @@ def progress(summary: ProgressSummary) -> admin_pb2.AttemptProgress:
 _NUMBERS = tuple(
     field.name
     for field in admin_pb2.Round.DESCRIPTOR.fields
-    if field.name in rounds.Attempt.__struct_fields__ and field.type == field.TYPE_UINT32
+    if field.name in Attempt.__struct_fields__ and field.type == field.TYPE_UINT32
 )
 """The numbers of an attempt that have the same name on the wire."""
 
@@ -139,7 +141,7 @@ def round_(
         attempt=attempt.key.number,
         kind=KINDS[attempt.kind],
         phase=_PHASES[attempt.phase],
-        reason=texts.shorten(attempt.reason),
+        reason=shorten(attempt.reason),
         assigned=sum(counts.values()),
         reported=_count_reported(attempt.phase, counts),
         late=counts[AssignmentState.LATE],
@@ -181,7 +183,7 @@ def version(record: VersionRecord, spec: JobSpec) -> admin_pb2.ModelVersion:
         round=record.version.round,
         created_unix_s=record.created_unix_s,
         num_updates=record.version.num_updates,
-        total_weight=record.version.total_weight if privacy_rules.disclosure_of(spec).shows_clients else 0.0,
+        total_weight=record.version.total_weight if disclosure_of(spec).shows_clients else 0.0,
         delta_size_bytes=record.version.delta_size_bytes,
         metrics=dict(record.metrics),
         restored_from=record.version.restored_from,
@@ -192,7 +194,7 @@ def version(record: VersionRecord, spec: JobSpec) -> admin_pb2.ModelVersion:
     )
 
 
-def without_state(version: rounds.ModelVersion) -> rounds.ModelVersion:
+def without_state(version: ModelVersion) -> ModelVersion:
     """Return a version without the rule's state, whose file was removed."""
     return structs.replace(version, state_digest="")
 
@@ -209,7 +211,7 @@ def event(record: HistoryRecord) -> admin_pb2.JobEvent:
         client_id=row.client_id,
         from_state=row.from_state,
         to_state=row.to_state,
-        reason=texts.shorten(row.reason),
+        reason=shorten(row.reason),
         metrics=dict(row.metrics),
         kind=KINDS[AttemptKind(row.kind)] if row.kind else admin_pb2.ATTEMPT_KIND_UNSPECIFIED,
         update_bytes=row.update_bytes,

@@ -7,8 +7,11 @@ import dataclasses
 
 from typing_extensions import override
 
-from fedplat import rounds, wire
-from fedplat.rounds import commands, events, states
+from fedplat import wire
+from fedplat.rounds import AssignmentId
+from fedplat.rounds.commands import Assign, Refuse, RetryWindow
+from fedplat.rounds.events import ClientCheckedIn
+from fedplat.rounds.states import Reason
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc
 from fedplat_server import __version__, logs
 from fedplat_server.auth.client_directory import Offer
@@ -19,11 +22,12 @@ from fedplat_server.database.clients import ClientRecord
 from fedplat_server.instruments import Instruments
 from fedplat_server.messages import convert, validation
 from fedplat_server.protocols.registry import ServerHalves
-from fedplat_server.rpc import client_access, handlers
+from fedplat_server.rpc.client_access import ClientAccess
 from fedplat_server.rpc.client_models import ClientModels
+from fedplat_server.rpc.handlers import Context
 from fedplat_server.tracing import ids
 
-DRAINING = commands.RetryWindow(1.0, 5.0)
+DRAINING = RetryWindow(1.0, 5.0)
 
 
 class AssignmentMessages:
@@ -35,9 +39,9 @@ class AssignmentMessages:
         self._models = models
         self._is_tracing = is_tracing
 
-    async def make(self, command: commands.Assign) -> fleet_pb2.Assignment:
+    async def make(self, command: Assign) -> fleet_pb2.Assignment:
         """Return the message of an assignment, with the model if it is small."""
-        assignment = rounds.AssignmentId(command.key, command.client_id)
+        assignment = AssignmentId(command.key, command.client_id)
         logs.bind(**logs.assignment_fields(assignment))
         job = self._coordinator.jobs[command.key.job_id]
         spec, model = job.spec, await self._models.find_base(job, command.base_version)
@@ -66,7 +70,7 @@ class AssignmentMessages:
 class CheckInParts:
     """The parts that `CheckInService` uses."""
 
-    access: client_access.ClientAccess
+    access: ClientAccess
     limits: Limits
     presence: Presence
     runner: Runner
@@ -84,7 +88,7 @@ class CheckInService(fleet_pb2_grpc.FleetServicer):
         self._parts = parts
 
     @override
-    async def CheckIn(self, request: fleet_pb2.CheckInRequest, context: handlers.Context) -> fleet_pb2.CheckInResponse:
+    async def CheckIn(self, request: fleet_pb2.CheckInRequest, context: Context) -> fleet_pb2.CheckInResponse:
         validation.protocol_version(request.protocol_version)
         client = await self._parts.access.begin_call(context)
         labels = validation.labels(request.labels, self._parts.limits)
@@ -97,7 +101,7 @@ class CheckInService(fleet_pb2_grpc.FleetServicer):
             response.refusal.CopyFrom(convert.refusal(reason, DRAINING))
             self._count_check_in(client, reason)
             return response
-        event = events.ClientCheckedIn(
+        event = ClientCheckedIn(
             client_id=client.client_id,
             population=client.population,
             labels=labels,
@@ -110,23 +114,23 @@ class CheckInService(fleet_pb2_grpc.FleetServicer):
         )
         wait_s = validation.wait_s(request.wait_s, self._parts.limits)
         command = await wait_for_work(self._parts.runner, self._parts.long_polls, event, wait_s)
-        assignment = await self._parts.messages.make(command) if isinstance(command, commands.Assign) else None
+        assignment = await self._parts.messages.make(command) if isinstance(command, Assign) else None
         await self._parts.access.require(client)  # it may have been revoked while it waited
         reason = None
         if assignment is not None:
             response.assignment.CopyFrom(assignment)
         elif reason := self._refuse_if_draining():
             response.refusal.CopyFrom(convert.refusal(reason, DRAINING))
-        elif isinstance(command, commands.Refuse):
+        elif isinstance(command, Refuse):
             reason = command.reason
             response.refusal.CopyFrom(convert.refusal(reason, command.retry))
         self._count_check_in(client, reason)
         return response
 
-    def _refuse_if_draining(self) -> states.Reason | None:
-        return states.Reason.DRAINING if self._parts.draining.is_set() else None
+    def _refuse_if_draining(self) -> Reason | None:
+        return Reason.DRAINING if self._parts.draining.is_set() else None
 
-    def _count_check_in(self, client: ClientRecord, reason: states.Reason | None) -> None:
+    def _count_check_in(self, client: ClientRecord, reason: Reason | None) -> None:
         instruments = self._parts.instruments
         if instruments.populations.is_hidden(client.population):
             return

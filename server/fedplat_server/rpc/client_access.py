@@ -8,12 +8,18 @@ from collections.abc import Awaitable
 from typing import Any, TypeVar, cast
 
 from fedplat.rounds import Assignment, JobState
-from fedplat_server import errors, logs
-from fedplat_server.auth import addresses, authentication, client_directory, enrollment, rate_limits, tls
+from fedplat_server import logs
+from fedplat_server.auth import addresses
 from fedplat_server.auth.addresses import Origins
+from fedplat_server.auth.authentication import Authenticator, ClientCall
+from fedplat_server.auth.client_directory import ClientDirectory
+from fedplat_server.auth.enrollment import hash_secret
+from fedplat_server.auth.rate_limits import Quotas
+from fedplat_server.auth.tls import PeerCertificates
 from fedplat_server.coordination.runner import Runner
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.database.sql_jobs import JobStore
+from fedplat_server.errors import Code, RefusedError
 from fedplat_server.rpc import interceptor
 from fedplat_server.rpc.handlers import Context
 
@@ -26,13 +32,13 @@ _T = TypeVar("_T")
 class ClientAccessParts:
     """The parts that `ClientAccess` uses."""
 
-    authenticator: authentication.Authenticator
-    clients: client_directory.ClientDirectory
-    quotas: rate_limits.Quotas
+    authenticator: Authenticator
+    clients: ClientDirectory
+    quotas: Quotas
     max_calls: int
     """Calls of one client that may be open at once."""
     origins: Origins
-    peers: tls.PeerCertificates
+    peers: PeerCertificates
     gateway_secret: str
     """What proves that a call comes from a gateway of this leader."""
 
@@ -72,10 +78,10 @@ class ClientAccess:
         """Await the authentication of a call; charge a failure to its network."""
         try:
             return await proof
-        except errors.RefusedError as exc:
+        except RefusedError as exc:
             # After a restart a whole fleet, perhaps at one address, calls with sessions that are gone. This refusal
             # costs no more than refusing for lack of tokens would, and opening a new session is counted.
-            if exc.code is not errors.Code.SESSION_UNKNOWN:
+            if exc.code is not Code.SESSION_UNKNOWN:
                 self._parts.quotas.charge_anonymous(self.network_of(context))
             raise
 
@@ -119,9 +125,9 @@ class AssignmentFinder:
         """Return the assignment of a token on which its client works. Raises `RefusedError`."""
         assignment = await self.find(client, token)
         if assignment is None:
-            raise errors.RefusedError(errors.Code.STALE_ASSIGNMENT)
+            raise RefusedError(Code.STALE_ASSIGNMENT)
         if not assignment.is_busy:
-            raise errors.RefusedError(errors.Code.STALE_ASSIGNMENT, assignment.reason or assignment.state)
+            raise RefusedError(Code.STALE_ASSIGNMENT, assignment.reason or assignment.state)
         return assignment
 
     def job_of(self, assignment: Assignment) -> JobState:
@@ -129,7 +135,7 @@ class AssignmentFinder:
         return self._coordinator.jobs[assignment.key.job_id]
 
     async def _look_up(self, client: ClientRecord, token: str) -> Assignment | None:
-        token_hash = enrollment.hash_secret(token)
+        token_hash = hash_secret(token)
         key = self._coordinator.assignment_of(client.client_id)
         current = self._coordinator.find(key, client.client_id) if key is not None else None
         if current is not None and secrets.compare_digest(current.token_hash, token_hash):
@@ -140,7 +146,7 @@ class AssignmentFinder:
         return self._coordinator.find(*stored.id) or stored
 
 
-def current_call(certified: str = "") -> authentication.ClientCall:
+def current_call(certified: str = "") -> ClientCall:
     """Return the unauthenticated call that this task serves."""
     incoming = interceptor.INCOMING.get()
-    return authentication.ClientCall(incoming.method, incoming.metadata, incoming.request, certified)
+    return ClientCall(incoming.method, incoming.metadata, incoming.request, certified)

@@ -11,7 +11,8 @@ from fedplat.rounds import AssignmentId, JobState, ModelVersion
 from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat_server.coordination.progress import Downloads
 from fedplat_server.coordination.runner import Runner
-from fedplat_server.database import clients, sql_jobs
+from fedplat_server.database.clients import ClientRecord
+from fedplat_server.database.sql_jobs import JobStore
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.instruments import Instruments
 from fedplat_server.messages import streams
@@ -26,7 +27,7 @@ class ClientModelsParts:
 
     access: ClientAccess
     runner: Runner
-    store: sql_jobs.JobStore
+    store: JobStore
     blobs: BlobStore
     chunks: Chunks
     inline_models: InlineModels
@@ -55,7 +56,7 @@ class ClientModels:
             self._count_bytes(job, "inline", len(content))
         return content
 
-    async def require_access(self, client: clients.ClientRecord, digest: str) -> None:
+    async def require_access(self, client: ClientRecord, digest: str) -> None:
         """Raise `RefusedError` for a file that is not for this client."""
         for job in self._parts.runner.coordinator.jobs.values():
             latest = job.latest
@@ -64,7 +65,7 @@ class ClientModels:
         if client.population not in await self._parts.store.find_populations(digest):
             raise RefusedError(Code.NO_SUCH_MODEL, digest)
 
-    async def send(self, client: clients.ClientRecord, digest: str, offset: int) -> AsyncGenerator[bytes]:
+    async def send(self, client: ClientRecord, digest: str, offset: int) -> AsyncGenerator[bytes]:
         """Yield the messages of a file from an offset on. Raises `RefusedError`."""
         count_bytes = self._bytes_counter(client, digest)
         found = streams.send(self._parts.chunks, self._parts.blobs, digest, offset)
@@ -74,7 +75,7 @@ class ClientModels:
                 count_bytes(len(message))
                 yield message
 
-    async def note_download(self, client: clients.ClientRecord, digest: str) -> None:
+    async def note_download(self, client: ClientRecord, digest: str) -> None:
         """Record that a client has received a whole file, if it is the model of its assignment or the step to it."""
         coordinator = self._parts.runner.coordinator
         key = coordinator.assignment_of(client.client_id)
@@ -85,7 +86,7 @@ class ClientModels:
         if digest in (base.digest, base.delta_digest):
             self._parts.downloads.record(assignment.id)
 
-    def _bytes_counter(self, client: clients.ClientRecord, digest: str) -> Callable[[int], None]:
+    def _bytes_counter(self, client: ClientRecord, digest: str) -> Callable[[int], None]:
         """Return a function that counts bytes of a file as sent to a client, for the job that it works for."""
         coordinator = self._parts.runner.coordinator
         key = coordinator.assignment_of(client.client_id)

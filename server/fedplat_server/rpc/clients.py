@@ -12,7 +12,8 @@ from typing_extensions import override
 from fedplat.rounds import Coordinator
 from fedplat.wire.auth import is_address
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
-from fedplat_server.auth import client_directory, enrollment
+from fedplat_server.auth.client_directory import ClientDirectory
+from fedplat_server.auth.enrollment import Enrollments
 from fedplat_server.config import Limits
 from fedplat_server.coordination.availability import HOUR_S, KEEP_S, AvailabilityTracker, FleetCounter, FleetCounts
 from fedplat_server.coordination.progress import ProgressTracker
@@ -23,8 +24,9 @@ from fedplat_server.database.sql_clients import ClientStore
 from fedplat_server.database.sql_fleet import AvailabilityHour, FleetStore
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import validation
-from fedplat_server.rpc import operator_access, pages
+from fedplat_server.rpc import pages
 from fedplat_server.rpc.handlers import Context
+from fedplat_server.rpc.operator_access import current_operator
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,8 +36,8 @@ class ClientsParts:
     store: ClientStore
     runner: Runner
     limits: Limits
-    clients: client_directory.ClientDirectory
-    enrollments: enrollment.Enrollments
+    clients: ClientDirectory
+    enrollments: Enrollments
     revocation: Revocation
     progress: ProgressTracker
     fleet: FleetView
@@ -74,7 +76,7 @@ class ClientsService(admin_pb2_grpc.ClientsServicer):
     @override
     async def RevokeClient(self, request: admin_pb2.RevokeClientRequest, context: Context) -> admin_pb2.Client:
         client_id = validation.client_id(request.client_id, Code.NO_SUCH_CLIENT)
-        record = await self._parts.revocation.revoke(client_id, operator_access.current_operator())
+        record = await self._parts.revocation.revoke(client_id, current_operator())
         return self._client(record)
 
     @override
@@ -88,7 +90,7 @@ class ClientsService(admin_pb2_grpc.ClientsServicer):
             request.num_uses or 1,
             request.expires_s,
             request.address,
-            operator_access.current_operator(),
+            current_operator(),
         )
         return admin_pb2.CreateEnrollmentResponse(enrollment=_enrollment(token), ticket=ticket.to_text())
 
@@ -107,11 +109,11 @@ class ClientsService(admin_pb2_grpc.ClientsServicer):
         self, request: admin_pb2.RevokeEnrollmentRequest, context: Context
     ) -> admin_pb2.Enrollment:
         parts, enrollment_id = self._parts, validation.enrollment_id(request.enrollment_id)
-        response = _enrollment(await parts.enrollments.revoke(enrollment_id, operator_access.current_operator()))
+        response = _enrollment(await parts.enrollments.revoke(enrollment_id, current_operator()))
         if request.with_clients:  # after the token, so that no more clients can enroll with it
             after = validation.client_id(request.page_token, Code.INVALID_REQUEST) if request.page_token else ""
             revoked = await parts.revocation.revoke_clients_of(
-                EnrolledClients(enrollment_id, after), operator_access.current_operator()
+                EnrolledClients(enrollment_id, after), current_operator()
             )
             response.num_revoked_clients, response.next_page_token = revoked
         return response

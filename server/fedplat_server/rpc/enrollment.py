@@ -10,25 +10,32 @@ from typing_extensions import override
 
 from fedplat import wire
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc
-from fedplat_server import config, errors
-from fedplat_server.auth import authentication, enrollment, rate_limits, tls
-from fedplat_server.database import batch_loader, clients, sql_audit
+from fedplat_server.auth.authentication import Authenticator
+from fedplat_server.auth.enrollment import Enrollments, Newcomer
+from fedplat_server.auth.rate_limits import Quotas, RecentEntries
+from fedplat_server.auth.tls import CertificateIssuer
+from fedplat_server.config import Limits
+from fedplat_server.database.batch_loader import BatchLoader
+from fedplat_server.database.clients import ClientRecord
+from fedplat_server.database.sql_audit import AuditStore
+from fedplat_server.errors import Code
 from fedplat_server.messages import validation
 from fedplat_server.records.audit import AuditAction, AuditEntry
-from fedplat_server.rpc import client_access, handlers
+from fedplat_server.rpc.client_access import ClientAccess, current_call
+from fedplat_server.rpc.handlers import Context
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EnrollmentParts:
     """The parts that `EnrollmentService` uses."""
 
-    access: client_access.ClientAccess
-    authenticator: authentication.Authenticator
-    enrollments: enrollment.Enrollments
-    quotas: rate_limits.Quotas
-    limits: config.Limits
-    audit: sql_audit.AuditStore
-    issuer: tls.CertificateIssuer
+    access: ClientAccess
+    authenticator: Authenticator
+    enrollments: Enrollments
+    quotas: Quotas
+    limits: Limits
+    audit: AuditStore
+    issuer: CertificateIssuer
     mtls_port: int
     """The port that requires client certificates; 0 without one."""
 
@@ -38,12 +45,12 @@ class EnrollmentService(fleet_pb2_grpc.FleetServicer):
 
     def __init__(self, parts: EnrollmentParts) -> None:
         self._parts = parts
-        self._certified = rate_limits.RecentEntries()
-        self._certificates = batch_loader.BatchLoader(self._audit_certificates)
+        self._certified = RecentEntries()
+        self._certificates = BatchLoader(self._audit_certificates)
 
     @override
     async def GetChallenge(
-        self, request: fleet_pb2.GetChallengeRequest, context: handlers.Context
+        self, request: fleet_pb2.GetChallengeRequest, context: Context
     ) -> fleet_pb2.GetChallengeResponse:
         validation.protocol_version(request.protocol_version)
         self._parts.quotas.challenge(self._parts.access.network_of(context))
@@ -51,12 +58,12 @@ class EnrollmentService(fleet_pb2_grpc.FleetServicer):
         return fleet_pb2.GetChallengeResponse(protocol_version=wire.PROTOCOL_VERSION, nonce=nonce)
 
     @override
-    async def Enroll(self, request: fleet_pb2.EnrollRequest, context: handlers.Context) -> fleet_pb2.EnrollResponse:
+    async def Enroll(self, request: fleet_pb2.EnrollRequest, context: Context) -> fleet_pb2.EnrollResponse:
         return await self._parts.access.refund_proven(self._enroll(request, context), context)
 
-    async def _enroll(self, request: fleet_pb2.EnrollRequest, context: handlers.Context) -> fleet_pb2.EnrollResponse:
+    async def _enroll(self, request: fleet_pb2.EnrollRequest, context: Context) -> fleet_pb2.EnrollResponse:
         validation.protocol_version(request.protocol_version)
-        newcomer = enrollment.Newcomer(
+        newcomer = Newcomer(
             population=validation.name(request.population, "population"),
             labels=validation.labels(request.labels, self._parts.limits),
             software_version=validation.text(request.software_version, 100),
@@ -64,33 +71,33 @@ class EnrollmentService(fleet_pb2_grpc.FleetServicer):
             token=request.token,
             public_key=request.public_key,
         )
-        self._parts.authenticator.require_proof(client_access.current_call(), newcomer.public_key)
+        self._parts.authenticator.require_proof(current_call(), newcomer.public_key)
         self._parts.quotas.require_anonymous(self._parts.access.network_of(context))
         record = await self._parts.enrollments.enroll(newcomer)
         return fleet_pb2.EnrollResponse(client_id=record.client_id)
 
     @override
     async def OpenSession(
-        self, request: fleet_pb2.OpenSessionRequest, context: handlers.Context
+        self, request: fleet_pb2.OpenSessionRequest, context: Context
     ) -> fleet_pb2.OpenSessionResponse:
         return await self._parts.access.refund_proven(self._open_session(request, context), context)
 
     async def _open_session(
-        self, request: fleet_pb2.OpenSessionRequest, context: handlers.Context
+        self, request: fleet_pb2.OpenSessionRequest, context: Context
     ) -> fleet_pb2.OpenSessionResponse:
         validation.protocol_version(request.protocol_version)
-        client_id = validation.client_id(request.client_id, errors.Code.CLIENT_UNKNOWN)
-        await self._parts.authenticator.prove(client_access.current_call(), client_id)
+        client_id = validation.client_id(request.client_id, Code.CLIENT_UNKNOWN)
+        await self._parts.authenticator.prove(current_call(), client_id)
         self._parts.quotas.session(client_id)
         session_id = await self._parts.authenticator.open_session(client_id)
         return fleet_pb2.OpenSessionResponse(session_id=session_id)
 
     @override
     async def RenewCertificate(
-        self, request: fleet_pb2.RenewCertificateRequest, context: handlers.Context
+        self, request: fleet_pb2.RenewCertificateRequest, context: Context
     ) -> fleet_pb2.RenewCertificateResponse:
         client = await self._parts.access.charge_failures(
-            self._parts.authenticator.authenticate_by_key(client_access.current_call()), context
+            self._parts.authenticator.authenticate_by_key(current_call()), context
         )
         self._parts.quotas.request(client.client_id)
         issuer = self._parts.issuer
@@ -103,7 +110,7 @@ class EnrollmentService(fleet_pb2_grpc.FleetServicer):
             authorities=issued.authorities,
         )
 
-    async def _audit_certificate(self, client: clients.ClientRecord) -> None:
+    async def _audit_certificate(self, client: ClientRecord) -> None:
         """Audit a certificate before the client receives it, at most once an hour per client."""
         if not self._certified.add(client.client_id, asyncio.get_running_loop().time()):
             return

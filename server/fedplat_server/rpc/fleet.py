@@ -14,27 +14,33 @@ from fedplat import rounds
 from fedplat.rounds import Assignment
 from fedplat.rounds.states import Reason
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc
-from fedplat_server import config, errors
 from fedplat_server.auth.rate_limits import Quotas
+from fedplat_server.config import Limits
 from fedplat_server.coordination.conflicts import Conflicts
 from fedplat_server.coordination.long_polls import RETRY_SOON
 from fedplat_server.database.clients import ClientRecord
+from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import convert, streams, validation
-from fedplat_server.protocols import half, registry, steps
-from fedplat_server.rpc import client_access, client_models, handlers, report_intake
+from fedplat_server.protocols import steps
+from fedplat_server.protocols.half import ServerHalf
+from fedplat_server.protocols.registry import ServerHalves
+from fedplat_server.rpc.client_access import AssignmentFinder, ClientAccess
+from fedplat_server.rpc.client_models import ClientModels
+from fedplat_server.rpc.handlers import Context
+from fedplat_server.rpc.report_intake import ReportIntake
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FleetParts:
     """The parts that `FleetService` uses."""
 
-    access: client_access.ClientAccess
-    finder: client_access.AssignmentFinder
+    access: ClientAccess
+    finder: AssignmentFinder
     quotas: Quotas
-    limits: config.Limits
-    halves: registry.ServerHalves
-    intake: report_intake.ReportIntake
-    models: client_models.ClientModels
+    limits: Limits
+    halves: ServerHalves
+    intake: ReportIntake
+    models: ClientModels
     conflicts: Conflicts
 
 
@@ -48,7 +54,7 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
     # Download and Upload do not use the generated message classes, which copy file contents: see `serving`.
     @override
     async def Download(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, request: fleet_pb2.DownloadRequest, context: handlers.Context
+        self, request: fleet_pb2.DownloadRequest, context: Context
     ) -> AsyncIterator[bytes]:
         client = await self._client(context)
         if request.sender:
@@ -67,13 +73,13 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
 
     @override
     async def Upload(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, request_iterator: AsyncIterator[streams.UploadMessage], context: handlers.Context
+        self, request_iterator: AsyncIterator[streams.UploadMessage], context: Context
     ) -> fleet_pb2.UploadResponse:
         messages = streams.enforce_min_rate(request_iterator, self._parts.limits)
         first = await anext(messages, None)  # before the client is authenticated: its signature covers this message
         client = await self._client(context)
         if first is None or first.header is None:
-            raise errors.RefusedError(errors.Code.INVALID_REQUEST, "an upload must begin with a header")
+            raise RefusedError(Code.INVALID_REQUEST, "an upload must begin with a header")
         with self._parts.quotas.stream(client.client_id):
             assignment = await self._find_busy(client, first.header.token)
             receive = (
@@ -84,7 +90,7 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
 
     @override
     async def QueryUpload(
-        self, request: fleet_pb2.QueryUploadRequest, context: handlers.Context
+        self, request: fleet_pb2.QueryUploadRequest, context: Context
     ) -> fleet_pb2.QueryUploadResponse:
         client = await self._client(context)
         assignment = await self._find_busy(client, request.token)
@@ -96,7 +102,7 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
         return fleet_pb2.QueryUploadResponse(received_bytes=received)
 
     @override
-    async def Report(self, request: fleet_pb2.ReportRequest, context: handlers.Context) -> fleet_pb2.ReportResponse:
+    async def Report(self, request: fleet_pb2.ReportRequest, context: Context) -> fleet_pb2.ReportResponse:
         client = await self._client(context)
         # One report of a client at a time: a duplicate waits for the first, and then gets the same receipt.
         async with self._report_locks.setdefault(client.client_id, asyncio.Lock()):
@@ -121,14 +127,14 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
         )
 
     @override
-    async def Step(self, request: fleet_pb2.StepRequest, context: handlers.Context) -> fleet_pb2.StepResponse:
+    async def Step(self, request: fleet_pb2.StepRequest, context: Context) -> fleet_pb2.StepResponse:
         client = await self._client(context)
         assignment = await self._find(client, request.token)
         if assignment is None:
             return steps.refuse()
         return await self._half_of(assignment).take_step(client, assignment, request)
 
-    async def _client(self, context: handlers.Context) -> ClientRecord:
+    async def _client(self, context: Context) -> ClientRecord:
         return await self._parts.access.begin_call(context)
 
     async def _find(self, client: ClientRecord, token: str) -> Assignment | None:
@@ -137,6 +143,6 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
     async def _find_busy(self, client: ClientRecord, token: str) -> Assignment:
         return await self._parts.finder.find_busy(client, token)
 
-    def _half_of(self, assignment: Assignment) -> half.ServerHalf:
+    def _half_of(self, assignment: Assignment) -> ServerHalf:
         """Return the half of the training of an assignment's job."""
         return self._parts.halves.training_of(self._parts.finder.job_of(assignment).spec)

@@ -21,7 +21,8 @@ from google.protobuf.descriptor import ServiceDescriptor
 from fedplat import wire
 from fedplat.wire.v1 import admin_pb2, events_pb2, options_pb2
 from fedplat_server import logs
-from fedplat_server.auth import addresses, rate_limits
+from fedplat_server.auth.addresses import Origins
+from fedplat_server.auth.rate_limits import BoundedAudit, Quotas
 from fedplat_server.database.sql_audit import OperatorStore
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.records.audit import AuditAction, AuditEntry
@@ -105,9 +106,9 @@ class OperatorAccessParts:
     """The parts that `OperatorAccess` uses."""
 
     store: OperatorStore
-    quotas: rate_limits.Quotas
-    origins: addresses.Origins
-    audit: rate_limits.BoundedAudit
+    quotas: Quotas
+    origins: Origins
+    audit: BoundedAudit
     delay_s: float
     """The time after which a refusal is sent."""
 

@@ -18,7 +18,8 @@ from fedplat import wire
 from fedplat.config.loaded_plugins import PluginVersion
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
 from fedplat_server import __version__
-from fedplat_server.auth import addresses, tls
+from fedplat_server.auth import addresses
+from fedplat_server.auth.tls import Certificates
 from fedplat_server.coordination.alert_monitor import AlertMonitor, DiskSpace
 from fedplat_server.coordination.alerts import Alert, Severity
 from fedplat_server.coordination.runner import Runner
@@ -26,7 +27,8 @@ from fedplat_server.database.store import Store
 from fedplat_server.errors import Code, ConfigError, LastAdminError, OperatorError, RefusedError
 from fedplat_server.instruments import FullWrites
 from fedplat_server.messages import convert, validation
-from fedplat_server.records import audit, operators
+from fedplat_server.records import operators
+from fedplat_server.records.audit import AuditAction, AuditEntry, AuditFilter, AuditRow
 from fedplat_server.records.lease import Lease
 from fedplat_server.records.operators import OperatorRecord
 from fedplat_server.rpc import pages
@@ -56,7 +58,7 @@ class OperatorsParts:
 
     facts: StatusFacts
     lease: Lease
-    certificates: tls.Certificates | None
+    certificates: Certificates | None
     store: Store
     runner: Runner
     alerts: AlertMonitor
@@ -119,7 +121,7 @@ class OperatorsService(admin_pb2_grpc.OperatorsServicer):
         now = time.time()
         record = OperatorRecord(name, role, now, now + request.expires_in_s if request.expires_in_s else None)
         token, token_hash = operators.new_operator_token()
-        entry = audit.AuditEntry(current_operator(), audit.AuditAction.OPERATOR_ADDED, name, {"role": role})
+        entry = AuditEntry(current_operator(), AuditAction.OPERATOR_ADDED, name, {"role": role})
         try:
             await self._parts.store.operators.add_operator(record, token_hash, [entry])
         except OperatorError as exc:
@@ -141,7 +143,7 @@ class OperatorsService(admin_pb2_grpc.OperatorsServicer):
     ) -> admin_pb2.RemoveOperatorResponse:
         if not operators.is_name(request.name):
             raise RefusedError(Code.NO_SUCH_OPERATOR, repr(request.name[:80]))
-        entry = audit.AuditEntry(current_operator(), audit.AuditAction.OPERATOR_REMOVED, request.name)
+        entry = AuditEntry(current_operator(), AuditAction.OPERATOR_REMOVED, request.name)
         try:
             await self._parts.store.operators.remove_operator(request.name, [entry], keep_an_admin=True)
         except LastAdminError as exc:
@@ -155,7 +157,7 @@ class OperatorsService(admin_pb2_grpc.OperatorsServicer):
         size, last = pages.size(request.page_size), pages.numbers(request.page_token, pages.SEQUENCE)
         if request.newest_first and request.after_sequence:
             raise RefusedError(Code.INVALID_REQUEST, "after_sequence and newest_first: expected only one of them")
-        which = audit.AuditFilter(
+        which = AuditFilter(
             actor=validation.search(request.actor, "actor"),
             action=validation.search(request.action, "action"),
             since_unix_s=validation.since(request.since_unix_s),
@@ -180,7 +182,7 @@ def _alert(alert: Alert, since_unix_s: float) -> admin_pb2.Alert:
     )
 
 
-def _audit_event(row: audit.AuditRow) -> admin_pb2.AuditEvent:
+def _audit_event(row: AuditRow) -> admin_pb2.AuditEvent:
     return admin_pb2.AuditEvent(
         sequence=row.sequence,
         unix_s=row.unix_s,

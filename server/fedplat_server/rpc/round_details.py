@@ -11,19 +11,20 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from fedplat import rounds, texts
 from fedplat.job import JobSpec
-from fedplat.rounds import selection
+from fedplat.rounds import Attempt, Coordinator, selection
 from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat.rounds.protocols.base import find_training
 from fedplat.rounds.states import REASON_TEXTS, AssignmentState, AttemptPhase
+from fedplat.texts import shorten
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server.coordination.progress import ProgressTracker
 from fedplat_server.database import sql_assignments
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import convert, validation
-from fedplat_server.rpc import job_view, pages
+from fedplat_server.rpc import pages
 from fedplat_server.rpc.job_registry import JobRegistry
+from fedplat_server.rpc.job_view import JobView
 
 MAX_LABELS = 20
 MAX_VALUES = 20
@@ -89,7 +90,7 @@ def assignment(
         client_id=mine.client_id,
         state=mine.state,
         reason=mine.reason or "",
-        text=texts.shorten(mine.text),
+        text=shorten(mine.text),
         base_version=mine.base_version,
         assigned_unix_s=record.assigned_unix_s,
         deadline_unix_s=record.deadline_unix_s,
@@ -150,9 +151,9 @@ WAITING_AFTER_S = 3.0
 class ProgressParts(NamedTuple):
     """The parts that `ProgressEvents` uses."""
 
-    coordinator: rounds.Coordinator
+    coordinator: Coordinator
     progress: ProgressTracker
-    view: job_view.JobView
+    view: JobView
 
 
 class ProgressEvents:
@@ -197,13 +198,13 @@ class ProgressEvents:
             return event if self._is_new(attempt.key.round, start) else None
         return self._describe_waiting(event, attempt) if is_waiting else self._add_progress(event, attempt)
 
-    def _describe_start(self, attempt: rounds.Attempt | None) -> str:
+    def _describe_start(self, attempt: Attempt | None) -> str:
         if attempt is None or attempt.key.round > 0:
             return ""
         job, room = self._parts.coordinator.jobs[self._job_id], self._parts.coordinator.room
         return find_training(job.spec).describe_start(len(selection.list_able(room, job)))
 
-    def _describe_waiting(self, event: admin_pb2.JobEvent, attempt: rounds.Attempt) -> admin_pb2.JobEvent | None:
+    def _describe_waiting(self, event: admin_pb2.JobEvent, attempt: Attempt) -> admin_pb2.JobEvent | None:
         room = self._parts.coordinator.room
         if self._job_id not in room.demands:
             return None
@@ -212,7 +213,7 @@ class ProgressEvents:
         event.reason += f"; {unlike}" if unlike else ""
         return event if self._is_new(attempt.key.round, event.reason) else None
 
-    def _add_progress(self, event: admin_pb2.JobEvent, attempt: rounds.Attempt) -> admin_pb2.JobEvent | None:
+    def _add_progress(self, event: admin_pb2.JobEvent, attempt: Attempt) -> admin_pb2.JobEvent | None:
         job = self._parts.coordinator.jobs[self._job_id]
         summary = self._parts.progress.summarize(job, attempt)
         if summary is None or not self._is_new(attempt.key, (summary, *event.waiting.silent_client_ids)):

@@ -11,10 +11,11 @@ from typing_extensions import override
 from fedplat.rounds.events import AssignmentFailed
 from fedplat.rounds.states import FAILURES, AssignmentState, Reason
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc
-from fedplat_server import config, errors
+from fedplat_server.config import Limits
 from fedplat_server.coordination.long_polls import RETRY_SOON, LongPolls
 from fedplat_server.coordination.progress import Downloads, ProgressTracker
 from fedplat_server.coordination.runner import Runner
+from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import convert, validation
 from fedplat_server.protocols.silence import MISSED_HEARTBEATS
 from fedplat_server.rpc.client_access import AssignmentFinder, ClientAccess
@@ -27,7 +28,7 @@ class WorkingClientsParts:
 
     access: ClientAccess
     finder: AssignmentFinder
-    limits: config.Limits
+    limits: Limits
     runner: Runner
     long_polls: LongPolls
     progress: ProgressTracker
@@ -45,8 +46,8 @@ class WorkingClientsService(fleet_pb2_grpc.FleetServicer):
         client = await self._parts.access.begin_call(context)
         reason = convert.reason_from_wire(request.reason)
         if reason is None or reason not in FAILURES:
-            raise errors.RefusedError(
-                errors.Code.INVALID_REQUEST, f"expected one of {', '.join(sorted(FAILURES))} as the reason of a failure"
+            raise RefusedError(
+                Code.INVALID_REQUEST, f"expected one of {', '.join(sorted(FAILURES))} as the reason of a failure"
             )
         assignment = await self._parts.finder.find(client, request.token)
         if assignment is not None and assignment.is_busy:

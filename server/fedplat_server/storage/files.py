@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable, Collection, Generator
 from pathlib import Path
 
-from fedplat_server import errors, logs
+from fedplat_server import logs
+from fedplat_server.errors import BlobError, BlobFullError
 from fedplat_server.instruments import Place, note_full
 
 READ_BYTES = 1 << 20
@@ -39,9 +40,9 @@ def translate_os_errors(doing: str, place: Place = "models") -> Generator[None]:
         yield
     except OSError as exc:
         if exc.errno not in _FULL:
-            raise errors.BlobError(f"{doing} failed: {exc}") from exc
+            raise BlobError(f"{doing} failed: {exc}") from exc
         note_full(place)
-        raise errors.BlobFullError(f"{doing} failed: {exc}") from exc
+        raise BlobFullError(f"{doing} failed: {exc}") from exc
 
 
 def list_files(folder: Path) -> list[Path]:
