@@ -9,7 +9,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from fedplat.job import JobSpec
 from fedplat.rounds import Attempt, Coordinator
@@ -73,11 +72,7 @@ def labels(found: Iterable[LabelledCount], *, is_private: bool) -> list[admin_pb
     places = [place for place in assigned if place[0] in frozenset(shown) and assigned[place] >= minimum]
     return [
         admin_pb2.LabelCount(
-            name=place[0],
-            value=place[1],
-            assigned=assigned[place],
-            reported=reported[place],
-            merged=merged[place],
+            name=place[0], value=place[1], assigned=assigned[place], reported=reported[place], merged=merged[place]
         )
         for place in sorted(places, key=lambda place: (place[0], -assigned[place], place[1]))
     ]
@@ -155,19 +150,15 @@ WAITING_AFTER_S = 3.0
 """A watch is told that an attempt waits for clients after this time, if its other events are more seldom."""
 
 
-class ProgressParts(NamedTuple):
-    """The parts that `ProgressEvents` uses."""
-
-    coordinator: Coordinator
-    progress: ProgressTracker
-    view: JobView
-
-
 class ProgressEvents:
     """The progress events of one watch of a job: at most one in `every_s` seconds; 0 disables them."""
 
-    def __init__(self, job_id: str, every_s: float, parts: ProgressParts) -> None:
-        self._parts = parts
+    def __init__(
+        self, job_id: str, every_s: float, coordinator: Coordinator, progress: ProgressTracker, view: JobView
+    ) -> None:
+        self._coordinator = coordinator
+        self._progress = progress
+        self._view = view
         self._job_id = job_id
         self._every_s = every_s or math.inf
         self._clock = asyncio.get_running_loop().time
@@ -181,7 +172,7 @@ class ProgressEvents:
         now = self._clock()
         if now < self._due_at:
             return None
-        attempt = self._parts.coordinator.jobs[self._job_id].open_attempt
+        attempt = self._coordinator.jobs[self._job_id].open_attempt
         is_waiting = attempt is not None and attempt.phase is AttemptPhase.SELECTING
         if not is_waiting and now < self._progress_due_at:
             self._due_at = self._progress_due_at
@@ -197,12 +188,12 @@ class ProgressEvents:
             attempt=attempt.key.number,
             kind=convert.KINDS[attempt.kind],
         )
-        if (waits := self._parts.view.find_wait(attempt)) is not None:
+        if (waits := self._view.find_wait(attempt)) is not None:
             event.waiting.CopyFrom(waits)
         return self._describe_waiting(event, attempt) if is_waiting else self._add_progress(event, attempt)
 
     def _describe_waiting(self, event: admin_pb2.JobEvent, attempt: Attempt) -> admin_pb2.JobEvent | None:
-        room = self._parts.coordinator.room
+        room = self._coordinator.room
         if self._job_id not in room.demands:
             return None
         unlike = room.describe_unlike(self._job_id)
@@ -211,8 +202,8 @@ class ProgressEvents:
         return event if self._is_new(attempt.key.round, event.reason) else None
 
     def _add_progress(self, event: admin_pb2.JobEvent, attempt: Attempt) -> admin_pb2.JobEvent | None:
-        job = self._parts.coordinator.jobs[self._job_id]
-        summary = self._parts.progress.summarize(job, attempt)
+        job = self._coordinator.jobs[self._job_id]
+        summary = self._progress.summarize(job, attempt)
         if summary is None or not self._is_new(attempt.key, (summary, *event.waiting.silent_client_ids)):
             return None
         event.progress.CopyFrom(convert.progress(summary))

@@ -205,11 +205,7 @@ class Follower:
     """Routes the calls of this daemon to the leader; calls `set_ready` with whether they can be served."""
 
     def __init__(
-        self,
-        name: str,
-        router: Router,
-        set_ready: Callable[[bool], Awaitable[None]],
-        options: GatewayOptions,
+        self, name: str, router: Router, set_ready: Callable[[bool], Awaitable[None]], options: GatewayOptions
     ) -> None:
         self._name = name
         self._options = options
