@@ -15,7 +15,7 @@ from fedplat.config.loaded_plugins import CLIENT_KINDS, load_plugins
 from fedplat.secure_aggregation import setup
 from fedplat.wire.auth import Ticket
 from fedplat.wire.v1 import fleet_pb2
-from fedplat_client import cancellation, transport
+from fedplat_client import cancellation, errors, transport
 from fedplat_client._auth import tickets
 from fedplat_client._auth.authenticator import SignedAccess
 from fedplat_client._auth.calls import Connection
@@ -35,14 +35,6 @@ from fedplat_client._work.peers.port import PeerPort
 from fedplat_client._work.training import LocalTrainers
 from fedplat_client._work.work import ClientParts
 from fedplat_client.backoff import Backoff, draw_s, is_cut
-from fedplat_client.errors import (
-    CallError,
-    Cancelled,
-    DataDirectoryError,
-    IdentityError,
-    IncompatibleServerError,
-    UnknownClientError,
-)
 from fedplat_client.options import ClientOptions
 from fedplat_client.task import EvaluateFunction, TrainFunction
 
@@ -203,16 +195,16 @@ class Client:
                         outcome = _read_refusal(reply)
                     enrolled_again = enrolled_again and outcome.failed
                     delay_s = self._delay_s(outcome, backoff)
-                except Cancelled:
+                except errors.Cancelled:
                     return
-                except UnknownClientError as exc:
+                except errors.UnknownClientError as exc:
                     session.forget_enrollment()
                     delay_s = backoff.next_s() if enrolled_again else 0.0
                     enrolled_again = True
                     _logger.warning("The server no longer recognizes this client: %s", exc, extra=self._fields)
-                except (IncompatibleServerError, IdentityError):
+                except (errors.IncompatibleServerError, errors.IdentityError):
                     raise
-                except CallError as exc:
+                except errors.CallError as exc:
                     lasted_s = self._options.clock() - began
                     delay_s = backoff.next_after(exc, lasted_s)
                     self._log_failure(exc, session, lasted_s, delay_s)
@@ -222,7 +214,7 @@ class Client:
         text = "The client is connected to %s as %s of the population %s, offers %s and waits for work."
         _logger.info(text, self._server, client_id, self._population, offers, extra={"client": client_id})
 
-    def _log_failure(self, exc: CallError, session: ClientSession, lasted_s: float, retry_s: float) -> None:
+    def _log_failure(self, exc: errors.CallError, session: ClientSession, lasted_s: float, retry_s: float) -> None:
         fields = {**self._fields, "retry_s": round(retry_s, 3)}
         if is_cut(exc, lasted_s):
             _logger.debug("The connection ended while the client waited for work: %s", exc, extra=fields)
@@ -264,7 +256,7 @@ class Client:
         try:
             cache = ModelCache(directory.models, options.cache_limit_bytes)
         except OSError as exc:
-            raise DataDirectoryError(
+            raise errors.DataDirectoryError(
                 f"{directory.models} cannot be used: {exc}; free space or make it writable"
             ) from exc
         return ClientParts(
@@ -359,7 +351,7 @@ def _resolve_data_dir(data_dir: str | os.PathLike[str] | None) -> Path:
     try:
         return Path(data_dir).expanduser().absolute()  # a trainer may change the current folder
     except RuntimeError as exc:
-        raise DataDirectoryError(
+        raise errors.DataDirectoryError(
             f"the data directory {os.fspath(data_dir)} begins with ~, and that home directory is not known: write the "
             "whole path"
         ) from exc

@@ -15,22 +15,8 @@ from google.protobuf.message import Message
 from fedplat import wire
 from fedplat.wire import auth, pieces, proxies
 from fedplat.wire.v1 import fleet_pb2, model_pb2, peer_pb2
+from fedplat_client import errors
 from fedplat_client.cancellation import StopSignal
-from fedplat_client.errors import (
-    AssignmentEndedError,
-    CallError,
-    CallRefusedError,
-    CertificateExpiredError,
-    FencedError,
-    IdentityError,
-    NotSentYetError,
-    RevokedError,
-    ServerBusyError,
-    ServerUnavailableError,
-    SessionLostError,
-    UnknownClientError,
-    UnreachableError,
-)
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 Response = TypeVar("Response", bound=Message)
@@ -62,18 +48,18 @@ _TRY_LATER = frozenset(
 )
 
 
-_BY_CODE: dict[str, type[CallError]] = {
-    "TOO_MANY_UPLOADS": ServerBusyError,
-    "NOT_SENT_YET": NotSentYetError,
-    "SESSION_UNKNOWN": SessionLostError,
-    "REPLAYED": SessionLostError,
-    "CHALLENGE_EXPIRED": ServerUnavailableError,
-    "CLIENT_UNKNOWN": UnknownClientError,
-    "FENCED": FencedError,
-    "REVOKED": RevokedError,
-    "CERTIFICATE_EXPIRED": CertificateExpiredError,
-    "NO_CERTIFICATES": IdentityError,
-    "STALE_ASSIGNMENT": AssignmentEndedError,
+_BY_CODE: dict[str, type[errors.CallError]] = {
+    "TOO_MANY_UPLOADS": errors.ServerBusyError,
+    "NOT_SENT_YET": errors.NotSentYetError,
+    "SESSION_UNKNOWN": errors.SessionLostError,
+    "REPLAYED": errors.SessionLostError,
+    "CHALLENGE_EXPIRED": errors.ServerUnavailableError,
+    "CLIENT_UNKNOWN": errors.UnknownClientError,
+    "FENCED": errors.FencedError,
+    "REVOKED": errors.RevokedError,
+    "CERTIFICATE_EXPIRED": errors.CertificateExpiredError,
+    "NO_CERTIFICATES": errors.IdentityError,
+    "STALE_ASSIGNMENT": errors.AssignmentEndedError,
 }
 _SERVICE = fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].full_name
 PEER_SERVICE = peer_pb2.DESCRIPTOR.services_by_name["Peer"].full_name
@@ -154,25 +140,25 @@ def result(future: _Future[Response_co], signal: StopSignal) -> Response_co:
             return future.result()
         except grpc.FutureCancelledError as exc:
             signal.check()
-            raise ServerUnavailableError("CANCELLED", "the server or the connection ended the call") from exc
+            raise errors.ServerUnavailableError("CANCELLED", "the server or the connection ended the call") from exc
         except grpc.RpcError as exc:
             signal.check()
             raise translate_error(exc) from exc
 
 
-def translate_error(exc: grpc.RpcError) -> CallError:
+def translate_error(exc: grpc.RpcError) -> errors.CallError:
     """Translate a gRPC error into a `CallError`."""
     status, text = exc.code(), proxies.explain_status(exc.details() or "no details")
     error_code = {entry.key: entry.value for entry in exc.trailing_metadata() or ()}.get(auth.METADATA_CODE)
     if (error_type := _BY_CODE.get(str(error_code))) is not None:
         return error_type(status.name, text, _retry_window(exc))
     if status is grpc.StatusCode.UNAVAILABLE and error_code is None:
-        return UnreachableError(status.name, text, _retry_window(exc))
+        return errors.UnreachableError(status.name, text, _retry_window(exc))
     if status in _TRY_LATER:
-        return ServerUnavailableError(status.name, text, _retry_window(exc))
+        return errors.ServerUnavailableError(status.name, text, _retry_window(exc))
     if status is grpc.StatusCode.UNAUTHENTICATED:
-        return IdentityError(status.name, text)
-    return CallRefusedError(status.name, text)
+        return errors.IdentityError(status.name, text)
+    return errors.CallRefusedError(status.name, text)
 
 
 def _retry_window(exc: grpc.RpcError) -> model_pb2.RetryWindow | None:

@@ -15,19 +15,12 @@ from fedplat.secure_aggregation.setup import FEATURE
 from fedplat.wire import handshake, proxies
 from fedplat.wire.auth import Ticket
 from fedplat.wire.v1 import fleet_pb2
+from fedplat_client import errors
 from fedplat_client._auth.authenticator import SignedAccess
 from fedplat_client._auth.calls import Connection, version_check
 from fedplat_client._state.data_dir import DataDirectory, Identity
 from fedplat_client._version import __version__
 from fedplat_client.cancellation import StopSignal
-from fedplat_client.errors import (
-    CallError,
-    CallRefusedError,
-    EnrollmentError,
-    IdentityError,
-    RevokedError,
-    ServerUnavailableError,
-)
 from fedplat_client.transport import Method
 
 _ENROLL = Method("Enroll", fleet_pb2.EnrollResponse)
@@ -79,7 +72,7 @@ class ClientSession:
             return
         population, ticket = self._description.population, self._description.ticket
         if ticket is None:
-            raise EnrollmentError(
+            raise errors.EnrollmentError(
                 f"this client is not enrolled in the population {population!r}, and has no ticket; "
                 "request one from the server's operator (fedplat enrollment create) and set FEDPLAT_TICKET to it"
             )
@@ -95,10 +88,10 @@ class ClientSession:
         try:
             with version_check():
                 response = self._endpoints.access.prove(_ENROLL, request.SerializeToString(), self._stop)
-        except RevokedError:
+        except errors.RevokedError:
             raise
-        except (CallRefusedError, IdentityError) as exc:
-            raise EnrollmentError(
+        except (errors.CallRefusedError, errors.IdentityError) as exc:
+            raise errors.EnrollmentError(
                 f"the server does not accept this client in the population {population!r}: {exc}; "
                 "check the ticket and the labels with the server's operator"
             ) from exc
@@ -120,16 +113,16 @@ class ClientSession:
         )
         return self._endpoints.connection.check_in(request, self._stop)
 
-    def explain_error(self, exc: CallError) -> CallError:
+    def explain_error(self, exc: errors.CallError) -> errors.CallError:
         """Return the error with its cause: a proxy in between, the server's TLS, or the short form of gRPC's text."""
         identity = self._identity
         if exc.code != "UNAVAILABLE":
             return exc
         if not proxies.is_direct(identity.server):
-            return ServerUnavailableError(exc.code, proxies.explain(identity.server, exc.text), exc.retry)
+            return errors.ServerUnavailableError(exc.code, proxies.explain(identity.server, exc.text), exc.retry)
         problem = handshake.problem(identity.server, ca=identity.ca) if identity.tls else ""
         text = problem or proxies.explain(identity.server, exc.text)
-        return ServerUnavailableError(exc.code, f"{identity.server}: {text}", exc.retry)
+        return errors.ServerUnavailableError(exc.code, f"{identity.server}: {text}", exc.retry)
 
     def forget_enrollment(self) -> None:
         """Make the next `enroll` enroll again, at a server that does not know this client. Raises `EnrollmentError`.
@@ -138,7 +131,7 @@ class ClientSession:
         too, and the error is raised.
         """
         if self._description.ticket is None:
-            raise EnrollmentError(
+            raise errors.EnrollmentError(
                 f"the server does not know the client {self._identity.client_id} any more; "
                 "request a ticket from its operator and set FEDPLAT_TICKET to it to enroll again"
             )

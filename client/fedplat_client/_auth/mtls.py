@@ -17,23 +17,12 @@ import grpc
 
 from fedplat.wire import auth
 from fedplat.wire.v1 import fleet_pb2
-from fedplat_client import transport
+from fedplat_client import errors, transport
 from fedplat_client._auth.authenticator import CallCredentials, SignedAccess
 from fedplat_client._auth.calls import Connection
 from fedplat_client._state import data_dir
 from fedplat_client._state.data_dir import DataDirectory, Identity
 from fedplat_client.cancellation import StopSignal
-from fedplat_client.errors import (
-    CallError,
-    CallRefusedError,
-    CertificateExpiredError,
-    DataDirectoryError,
-    EnrollmentError,
-    FencedError,
-    IdentityError,
-    UnknownClientError,
-    UnreachableError,
-)
 
 RENEW_AFTER = 2 / 3
 """The fraction of its lifetime after which a certificate is renewed."""
@@ -52,7 +41,7 @@ class _CertifiedChannel:
 def connect_signed(signed: SignedAccess, identity: Identity, timeout_s: float, otherwise: str) -> Connection:
     """Return the connection on which certificates are requested. Raises `EnrollmentError` if the server has no TLS."""
     if not identity.tls:
-        raise EnrollmentError(
+        raise errors.EnrollmentError(
             "this client was enrolled with a server without TLS, where certificates prove nothing; "
             f"{otherwise} (or use a ticket of a server with TLS)"
         )
@@ -71,7 +60,7 @@ def request_certificate(
     try:
         signing_request = data_dir.make_signing_request(key)
     except ValueError as exc:
-        raise DataDirectoryError(
+        raise errors.DataDirectoryError(
             f"{directory.path / 'tls.key'} is damaged ({exc}); delete it to get another one"
         ) from exc
     request = fleet_pb2.RenewCertificateRequest(signing_request=signing_request, listener=listener)
@@ -118,28 +107,31 @@ class CertificateAccess:
                 self._current = self._renew(now, signal)
             return CallCredentials(self._current.channel, (), began_at=now)
 
-    def may_try_again(self, used: CallCredentials, exc: CallError) -> bool:
+    def may_try_again(self, used: CallCredentials, exc: errors.CallError) -> bool:
         """Return whether a failed call may be repeated at once, with another certificate.
 
         An unreachable server may be due to the certificate, since TLS then closes the connection without an error. So
         the next call presents another certificate in this case too, unless the call had waited at the server.
         """
-        if isinstance(exc, UnreachableError) and exc.was_cut(self._clock() - used.began_at):
+        if isinstance(exc, errors.UnreachableError) and exc.was_cut(self._clock() - used.began_at):
             return False
-        if isinstance(exc, CertificateExpiredError | FencedError | UnreachableError | UnknownClientError):
+        if isinstance(
+            exc,
+            errors.CertificateExpiredError | errors.FencedError | errors.UnreachableError | errors.UnknownClientError,
+        ):
             with self._changing:
                 if self._current is not None and self._current.channel is used.channel:
                     self._retire()
         # The client is fenced by a rival, or by a newer session of this process: the signed call tells them apart.
-        return isinstance(exc, CertificateExpiredError | FencedError)
+        return isinstance(exc, errors.CertificateExpiredError | errors.FencedError)
 
     def _renew(self, now: float, signal: StopSignal) -> _CertifiedChannel:
         current = self._current
         try:
             fresh = self._request_certificate(now, signal)
-        except IdentityError:
+        except errors.IdentityError:
             raise
-        except CallError as exc:
+        except errors.CallError as exc:
             if current is None or now >= current.expires_at:
                 raise
             _logger.warning("The certificate cannot be renewed yet: %s", exc)
@@ -240,9 +232,9 @@ class PeerAccess:
             if issued is None or now >= issued.renew_at:
                 try:
                     self._issued = self._request(now, signal)
-                except IdentityError:
+                except errors.IdentityError:
                     raise
-                except CallError as exc:
+                except errors.CallError as exc:
                     if issued is None or now >= issued.expires_at:
                         raise
                     _logger.warning("The certificate for peers cannot be renewed yet: %s", exc)
@@ -252,7 +244,7 @@ class PeerAccess:
     def _request(self, now: float, signal: StopSignal) -> _Issued:
         key, answer = request_certificate(self._signed, self._directory, signal, listener=self._listens)
         if not answer.authorities:
-            raise CallRefusedError(
+            raise errors.CallRefusedError(
                 grpc.StatusCode.UNIMPLEMENTED.name,
                 "the server does not issue certificates for connections between clients; update the server",
             )

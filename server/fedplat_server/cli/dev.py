@@ -25,20 +25,8 @@ from fedplat_server import dashboard_process
 from fedplat_server.auth.client_directory import ClientDirectory
 from fedplat_server.auth.enrollment import Enrollments, Trust, hash_secret
 from fedplat_server.auth.pki_folder import LOOPBACK, PkiFolder
+from fedplat_server.cli import options
 from fedplat_server.cli.init import ADMIN, make_certificates, make_operator, print_made
-from fedplat_server.cli.options import (
-    DEFAULT_DATA_DIR,
-    DEFAULT_LISTEN,
-    DataDir,
-    JsonLog,
-    LogLevel,
-    database_url,
-    locate_data,
-    parse_host,
-    protect,
-    repeat_options,
-    with_store,
-)
 from fedplat_server.cli.serving import serve
 from fedplat_server.config import ServerConfig
 from fedplat_server.database.clients import EnrollmentToken
@@ -60,8 +48,8 @@ RENEWED_BEFORE_S = 86_400.0
 def dev(  # noqa: PLR0913 -- one parameter for each option of the command line
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Address to listen on, on loopback.")
-    ] = DEFAULT_LISTEN,
-    data_dir: DataDir = DEFAULT_DATA_DIR,
+    ] = options.DEFAULT_LISTEN,
+    data_dir: options.DataDir = options.DEFAULT_DATA_DIR,
     population: Annotated[str, typer.Option(metavar="NAME", help="Population of the ticket's clients.")] = "demo",
     profile_path: Annotated[
         Path | None,
@@ -78,8 +66,8 @@ def dev(  # noqa: PLR0913 -- one parameter for each option of the command line
             metavar="HOST:PORT", help='Address of the dashboard, on loopback; "" for none. Needs the extra "dashboard".'
         ),
     ] = DEFAULT_DASHBOARD,
-    log_level: LogLevel = "WARNING",
-    json_log: JsonLog = None,
+    log_level: options.LogLevel = "WARNING",
+    json_log: options.JsonLog = None,
 ) -> None:
     """Run a server for development on this machine, with TLS; set it up at the first start.
 
@@ -88,11 +76,11 @@ def dev(  # noqa: PLR0913 -- one parameter for each option of the command line
     """
     _check(listen, population)
     if dashboard:
-        parse_host(dashboard, "--dashboard")
+        options.parse_host(dashboard, "--dashboard")
     with data_folder.lock_data_dir(data_dir.resolve(), shared=False):
         PortReservation(listen, "--listen", shared=False).release()
-        url = database_url(data_dir, None)
-        protect(data_dir, url)
+        url = options.database_url(data_dir, None)
+        options.protect(data_dir, url)
         folder = PkiFolder.of(data_dir.resolve())
         make_certificates(folder, ["localhost"], url)
         make_operator(data_dir / "admin.toml", url, listen, folder)
@@ -109,19 +97,23 @@ def dev(  # noqa: PLR0913 -- one parameter for each option of the command line
                 stack.enter_context(_dashboard(dashboard, listen, data_dir.resolve() / "admin.toml"))
 
         serve(make_config(listen, data_dir, url), log_level, json_log, on_started)
-    print(f"stopped; everything is kept for the next fedplat-server dev{repeat_options()}")
+    print(f"stopped; everything is kept for the next fedplat-server dev{options.repeat_options()}")
 
 
 def make_config(listen: str, data_dir: Path, url: str) -> ServerConfig:
     """Return the configuration of a server for development."""
     folder = data_dir.resolve()
     return ServerConfig(
-        listen=listen, data_dir=folder, database=url, tls=PkiFolder.of(folder).files, place=locate_data(data_dir)
+        listen=listen,
+        data_dir=folder,
+        database=url,
+        tls=PkiFolder.of(folder).files,
+        place=options.locate_data(data_dir),
     )
 
 
 def _check(listen: str, population: str) -> None:
-    host = parse_host(listen, "--listen")
+    host = options.parse_host(listen, "--listen")
     if host.strip("[]") not in LOOPBACK:
         raise ConfigError(
             f"--listen {listen}: this server listens on loopback only, at 127.0.0.1, [::1] or localhost. For clients "
@@ -168,7 +160,7 @@ def _load_known(path: Path, url: str) -> profile.Profile | None:
         found = profile.load(path)
     except ProfileError:
         return None
-    operator = with_store(url, lambda store: store.operators.find_operator(hash_token(found.token)))
+    operator = options.with_store(url, lambda store: store.operators.find_operator(hash_token(found.token)))
     return found if operator is not None else None
 
 
@@ -186,7 +178,7 @@ def _make_ticket(path: Path, url: str, address: str, population: str, folder: Pk
         created = await enrollments.create(population, NUM_TICKET_USES, TICKET_LIFETIME_S, address, HOST)
         return *created, True
 
-    token, ticket, is_new = with_store(url, find_or_create)
+    token, ticket, is_new = options.with_store(url, find_or_create)
     if is_new:
         try:
             durable.write_bytes(path, f"{ticket.to_text()}\n".encode())

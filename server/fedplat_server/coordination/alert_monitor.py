@@ -18,31 +18,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from fedplat.rounds import AttemptKey, Change, Coordinator, JobState, privacy_rules
+from fedplat.rounds import AttemptKey, Change, Coordinator, JobState, privacy_rules, states
 from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat.rounds.protocols.base import protocol_of, training_of
-from fedplat.rounds.states import (
-    ENDED_JOBS,
-    HAVE_CLIENTS,
-    HAVE_UPDATES,
-    MAKE_VERSIONS,
-    AssignmentState,
-    AttemptPhase,
-    JobStatus,
-)
 from fedplat_server import logs
 from fedplat_server.coordination import alerts
-from fedplat_server.coordination.alerts import (
-    Alert,
-    AlertBook,
-    JobFacts,
-    RoundFacts,
-    ServerFacts,
-    Severity,
-    Spent,
-    StoreFacts,
-    WebhookFacts,
-)
 from fedplat_server.coordination.budgets import Accountant, epsilon
 from fedplat_server.database.jobs import AttemptFilter, AttemptRecord, JobRecord
 from fedplat_server.database.ledger import Account, Population
@@ -54,7 +34,7 @@ from fedplat_server.records.events import EventRow
 from fedplat_server.storage.object_store import StoreHealth
 
 EPSILON_INTERVAL_S = 60.0
-_WORKING = frozenset(AttemptPhase) - {AttemptPhase.SELECTING, AttemptPhase.ABANDONED}
+_WORKING = frozenset(states.AttemptPhase) - {states.AttemptPhase.SELECTING, states.AttemptPhase.ABANDONED}
 """Phases of an attempt that clients have worked for."""
 
 
@@ -64,7 +44,7 @@ class _JobTimes:
 
     idle_since: float
     waiting_since: float
-    rounds: deque[RoundFacts] = dataclasses.field(default_factory=lambda: deque(maxlen=alerts.LATE_ROUNDS))
+    rounds: deque[alerts.RoundFacts] = dataclasses.field(default_factory=lambda: deque(maxlen=alerts.LATE_ROUNDS))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,10 +96,10 @@ class AlertMonitor:
         self._health: StoreHealth | None = None
         self._jobs: dict[str, _JobTimes] = {}
         self._failed_unix_s: dict[str, float] = {}
-        self._spent: dict[str, Spent] = {}
-        self._budgets: dict[str, Spent] = {}
-        self._seen = AlertBook()
-        self.failing_webhooks: Sequence[WebhookFacts] = ()
+        self._spent: dict[str, alerts.Spent] = {}
+        self._budgets: dict[str, alerts.Spent] = {}
+        self._seen = alerts.AlertBook()
+        self.failing_webhooks: Sequence[alerts.WebhookFacts] = ()
         self._task: asyncio.Task[None] | None = None
 
     def watch_certificate(self, days_left: Callable[[], float], renewal: str) -> None:
@@ -138,9 +118,9 @@ class AlertMonitor:
         """Read the last rounds of open jobs, and the times at which jobs failed."""
         failed: list[AttemptKey] = []
         for job in self._coordinator.jobs.values():
-            if job.status is JobStatus.FAILED and job.attempt is not None:
+            if job.status is states.JobStatus.FAILED and job.attempt is not None:
                 failed.append(job.attempt.key)
-            elif job.status not in ENDED_JOBS:
+            elif job.status not in states.ENDED_JOBS:
                 await self._restore_job(store, job)
         for key, attempt in (await store.jobs.find_attempts(failed)).items():
             if attempt.ended_unix_s is not None:
@@ -158,9 +138,9 @@ class AlertMonitor:
         now = self._now()
         for change in changes:
             job, attempt = change.job, change.attempt
-            if job.status is JobStatus.FAILED:
+            if job.status is states.JobStatus.FAILED:
                 self._failed_unix_s.setdefault(job.job_id, self._unix_s())
-            if job.status in ENDED_JOBS:
+            if job.status in states.ENDED_JOBS:
                 self._jobs.pop(job.job_id, None)
                 continue
             book = self._book(job.job_id)
@@ -170,13 +150,13 @@ class AlertMonitor:
                 continue
             if attempt.phase in _WORKING:
                 book.waiting_since = now
-            if attempt.phase is AttemptPhase.COMMITTED and attempt.kind in MAKE_VERSIONS:
+            if attempt.phase is states.AttemptPhase.COMMITTED and attempt.kind in states.MAKE_VERSIONS:
                 began, book.idle_since = book.idle_since, now
                 if protocol_of(job, attempt.kind).folds:
                     counts = attempt.counts
                     seconds = now - (attempt.opened_at or began)  # after a restart the time of its opening is not known
-                    late = counts.get(AssignmentState.LATE, 0)
-                    book.rounds.append(RoundFacts(seconds, sum(counts.values()), late))
+                    late = counts.get(states.AssignmentState.LATE, 0)
+                    book.rounds.append(alerts.RoundFacts(seconds, sum(counts.values()), late))
 
     def _book(self, job_id: str) -> _JobTimes:
         if job_id not in self._jobs:
@@ -188,13 +168,13 @@ class AlertMonitor:
         self._seen.update(self._find_alerts(disk), self._unix_s())
         return self._seen.current
 
-    def restore_alerts(self, raised: Iterable[tuple[Alert, float]]) -> None:
+    def restore_alerts(self, raised: Iterable[tuple[alerts.Alert, float]]) -> None:
         """Continue with alerts that were raised before a restart, each with the time since which it lasts."""
         self._seen.load(raised)
 
     def _find_alerts(self, disk: DiskSpace) -> list[alerts.Alert]:
         days_left, full_unix_s = self._days_left(), self._full_writes.last_unix_s
-        server = ServerFacts(
+        server = alerts.ServerFacts(
             certificate_s=None if days_left is None else days_left * alerts.DAY_S,
             disk_free_bytes=disk.free_bytes,
             disk_total_bytes=disk.total_bytes,
@@ -213,27 +193,27 @@ class AlertMonitor:
             working[job.spec.population] += job.num_busy
         return alerts.evaluate(server, (self._facts(job, working) for job in jobs if self._concerns(job)))
 
-    def _store_facts(self) -> StoreFacts | None:
+    def _store_facts(self) -> alerts.StoreFacts | None:
         problem = self._health.problem if self._health is not None else None
         if self._health is None or problem is None:
             return None
         now = self._unix_s()
-        return StoreFacts(self._health.url, problem.text, now - problem.since_unix_s, now - problem.last_unix_s)
+        return alerts.StoreFacts(self._health.url, problem.text, now - problem.since_unix_s, now - problem.last_unix_s)
 
     def _concerns(self, job: JobState) -> bool:
-        return job.status in (JobStatus.RUNNING, JobStatus.PAUSED) or job.job_id in self._failed_unix_s
+        return job.status in (states.JobStatus.RUNNING, states.JobStatus.PAUSED) or job.job_id in self._failed_unix_s
 
-    def _facts(self, job: JobState, working: Mapping[str, int]) -> JobFacts:
+    def _facts(self, job: JobState, working: Mapping[str, int]) -> alerts.JobFacts:
         book, now, spec = self._book(job.job_id), self._now(), job.spec
         attempt, room = job.open_attempt, self._coordinator.room
-        has_failed = job.status is JobStatus.FAILED
-        is_alone = attempt is not None and attempt.kind not in HAVE_CLIENTS
+        has_failed = job.status is states.JobStatus.FAILED
+        is_alone = attempt is not None and attempt.kind not in states.HAVE_CLIENTS
         awaits_clients = not is_alone and (attempt is None or attempt.awaits_clients)
         num_waiting = room.num_waiting(spec.population)
         is_selecting = job.job_id in room.demands
         num_eligible = room.num_eligible(job.job_id) if is_selecting else num_waiting
         deadlines = spec.deadlines
-        return JobFacts(
+        return alerts.JobFacts(
             job_id=job.job_id,
             name=spec.name,
             population=spec.population,
@@ -277,17 +257,17 @@ class AlertMonitor:
         budgets = [(population.name, await self._population_spent(population)) for population in populations]
         self._budgets = {name: value for name, value in budgets if value is not None}
 
-    async def _job_spent(self, account: Account) -> Spent | None:
+    async def _job_spent(self, account: Account) -> alerts.Spent | None:
         options = self._coordinator.jobs[account.job_id].spec.privacy
         if options is None or options.epsilon is None or not account.released:
             return None
-        return Spent(await self._accountant.run(epsilon, account.released, options.delta), options.epsilon)
+        return alerts.Spent(await self._accountant.run(epsilon, account.released, options.delta), options.epsilon)
 
-    async def _population_spent(self, population: Population) -> Spent | None:
+    async def _population_spent(self, population: Population) -> alerts.Spent | None:
         budget = population.budget
         if budget is None or not population.charges:
             return None
-        return Spent(await self._accountant.run(epsilon, population.charges, budget.delta), budget.epsilon)
+        return alerts.Spent(await self._accountant.run(epsilon, population.charges, budget.delta), budget.epsilon)
 
     async def _refresh_epsilons(self, store: Store) -> None:
         while True:
@@ -304,13 +284,13 @@ class AlertMonitor:
 
 
 def _is_round(record: AttemptRecord) -> bool:
-    return record.attempt.kind in HAVE_UPDATES and record.attempt.phase is AttemptPhase.COMMITTED
+    return record.attempt.kind in states.HAVE_UPDATES and record.attempt.phase is states.AttemptPhase.COMMITTED
 
 
-def _round_facts(record: AttemptRecord) -> RoundFacts:
+def _round_facts(record: AttemptRecord) -> alerts.RoundFacts:
     assert record.ended_unix_s is not None
     seconds, counts = record.ended_unix_s - record.opened_unix_s, record.tally.counts
-    return RoundFacts(seconds, sum(counts.values()), counts.get(AssignmentState.LATE, 0))
+    return alerts.RoundFacts(seconds, sum(counts.values()), counts.get(states.AssignmentState.LATE, 0))
 
 
 ALERT_INTERVAL_S = 10.0
@@ -328,7 +308,7 @@ class AlertRecorder:
         self._store = store
         self._data_dir = data_dir
         self._unix_s = unix_s
-        self._recorded = AlertBook()
+        self._recorded = alerts.AlertBook()
         self._task: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
@@ -349,7 +329,7 @@ class AlertRecorder:
         now = self._unix_s()
         failing = await self._store.webhooks.find_failing_webhooks(now - WEBHOOK_FAILING_S)
         self._monitor.failing_webhooks = [
-            WebhookFacts(
+            alerts.WebhookFacts(
                 webhook.webhook_id,
                 events.parse_url(webhook.url).origin,
                 webhook.last_result,
@@ -374,6 +354,6 @@ class AlertRecorder:
                 logs.get().warning("changed alerts could not be stored", error=str(exc))
 
 
-def _restore(event: EventRow) -> Alert:
+def _restore(event: EventRow) -> alerts.Alert:
     # Only its identity and its text matter: the next evaluation makes it anew, or ends it.
-    return Alert(event.subject, Severity.WARNING, event.text, "", event.job_id, event.population)
+    return alerts.Alert(event.subject, alerts.Severity.WARNING, event.text, "", event.job_id, event.population)

@@ -22,18 +22,7 @@ from fedplat.flower.grid import NodeReply
 from fedplat.flower.identity import node_id
 from fedplat.flower.server import AppCheckpoint, ServerAppRun
 from fedplat.model import Parameters
-from fedplat_server.flower.protocol import (
-    AdvanceRun,
-    ListClients,
-    ListedClients,
-    NextExchange,
-    RunEnded,
-    RunFailed,
-    RunStarted,
-    StartRun,
-    read_frame,
-    write_frame,
-)
+from fedplat_server.flower import protocol
 
 _MAX_TEXT = 1000
 
@@ -50,8 +39,8 @@ class AppProcess:
 
     def __init__(self, requests: BinaryIO, answers: BinaryIO) -> None:
         self._requests, self._answers = requests, answers
-        self._todo: queue.SimpleQueue[StartRun | AdvanceRun] = queue.SimpleQueue()
-        self._listed: queue.SimpleQueue[ListedClients] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[protocol.StartRun | protocol.AdvanceRun] = queue.SimpleQueue()
+        self._listed: queue.SimpleQueue[protocol.ListedClients] = queue.SimpleQueue()
         self._listing, self._writing = threading.Lock(), threading.Lock()
         self._clients: dict[int, str] = {}
         self._known: tuple[str, ...] = ()
@@ -60,21 +49,21 @@ class AppProcess:
         """Run the app until it ends or the daemon does."""
         threading.Thread(target=self._read, name="requests", daemon=True).start()
         start = self._todo.get()
-        assert isinstance(start, StartRun)
+        assert isinstance(start, protocol.StartRun)
         try:
             run = self._start(start)
             while True:
                 request = self._todo.get()
-                assert isinstance(request, AdvanceRun)
+                assert isinstance(request, protocol.AdvanceRun)
                 if not self._advance(run, request):
                     return
         except FedplatError as exc:
-            self._write(RunFailed(str(exc)))
+            self._write(protocol.RunFailed(str(exc)))
         except Exception as exc:  # a process boundary: a bug, or no memory
-            self._write(RunFailed(texts.describe(exc)))
+            self._write(protocol.RunFailed(texts.describe(exc)))
             raise
 
-    def _start(self, request: StartRun) -> ServerAppRun:
+    def _start(self, request: protocol.StartRun) -> ServerAppRun:
         stored = Path(request.state).read_bytes() if request.state else None
         state = None if stored is None else msgspec.msgpack.decode(stored, type=prepare_type(RunState))
         app = read_app(Path(request.folder))
@@ -86,10 +75,10 @@ class AppProcess:
         run.grid.max_weight_factor = request.max_weight_factor
         if state is not None:
             self._remember(state.clients)
-        self._write(RunStarted(self._known, checkpoint is not None))
+        self._write(protocol.RunStarted(self._known, checkpoint is not None))
         return run
 
-    def _advance(self, run: ServerAppRun, request: AdvanceRun) -> bool:
+    def _advance(self, run: ServerAppRun, request: protocol.AdvanceRun) -> bool:
         """Continue the app; return whether it waits for replies."""
         self._remember((*request.replies, *request.failures))
         replies = [_read_reply(client, path) for client, path in request.replies.items()]
@@ -101,18 +90,18 @@ class AppProcess:
         if message is None:
             if (model := run.final_model) is not None:
                 _write_file(request.message, model.pieces)
-            self._write(RunEnded(metrics, model is not None, refused))
+            self._write(protocol.RunEnded(metrics, model is not None, refused))
             return False
         _write_file(request.message, message.file.pieces)
         state = RunState(run.state, self._known)
         Path(request.state).write_bytes(msgspec.msgpack.encode(state))
         cohort = tuple(self._clients[node] for node in message.nodes if node in self._clients)
-        self._write(NextExchange(cohort, message.message_type, metrics, refused))
+        self._write(protocol.NextExchange(cohort, message.message_type, metrics, refused))
         return True
 
     def _list_nodes(self) -> Sequence[int]:
         with self._listing:
-            self._write(ListClients())
+            self._write(protocol.ListClients())
             clients = self._listed.get().clients
         self._remember(clients)
         self._known = clients
@@ -123,8 +112,8 @@ class AppProcess:
             self._clients[node_id(client)] = client
 
     def _read(self) -> None:
-        while (request := read_frame(self._requests)) is not None:
-            if isinstance(request, ListedClients):
+        while (request := protocol.read_frame(self._requests)) is not None:
+            if isinstance(request, protocol.ListedClients):
                 self._listed.put(request)
             else:
                 self._todo.put(request)
@@ -132,7 +121,7 @@ class AppProcess:
 
     def _write(self, frame: msgspec.Struct) -> None:
         with self._writing:
-            write_frame(self._answers, frame)
+            protocol.write_frame(self._answers, frame)
 
 
 def _read_reply(client: str, path: str) -> NodeReply:

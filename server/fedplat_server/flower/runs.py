@@ -28,19 +28,7 @@ from fedplat.rounds.protocols.flower_app import cohort_of
 from fedplat_server import logs
 from fedplat_server.child_environment import child_environment
 from fedplat_server.errors import ConfigError, FlowerRunError, is_lasting
-from fedplat_server.flower.protocol import (
-    AdvanceRun,
-    Answer,
-    ListClients,
-    ListedClients,
-    NextExchange,
-    RunEnded,
-    RunFailed,
-    RunStarted,
-    StartRun,
-    receive_frame,
-    send_frame,
-)
+from fedplat_server.flower import protocol
 from fedplat_server.storage.blobs import Blob, BlobStore
 
 PRESENT_S = 60.0
@@ -78,20 +66,20 @@ class _Run:
         is_same = (self.version, self.digest) == (version.version, version.digest)
         return is_same and self.process.returncode is None
 
-    async def receive(self, listed: Callable[[], Awaitable[tuple[str, ...]]]) -> Answer:
+    async def receive(self, listed: Callable[[], Awaitable[tuple[str, ...]]]) -> protocol.Answer:
         """Return the next answer, and meanwhile tell the app which clients there are."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        while isinstance(answer := await receive_frame(self.process.stdout), ListClients):
-            await send_frame(self.process.stdin, ListedClients(await listed()))
-        if isinstance(answer, RunFailed):
+        while isinstance(answer := await protocol.receive_frame(self.process.stdout), protocol.ListClients):
+            await protocol.send_frame(self.process.stdin, protocol.ListedClients(await listed()))
+        if isinstance(answer, protocol.RunFailed):
             raise FlowerRunError(answer.text)
         return answer
 
     async def send(self, request: msgspec.Struct) -> None:
         """Send a request."""
         assert self.process.stdin is not None
-        await send_frame(self.process.stdin, request)
+        await protocol.send_frame(self.process.stdin, request)
 
     async def end(self) -> None:
         """End the process."""
@@ -209,14 +197,14 @@ class FlowerRuns:
         self, job: JobState, run: _Run, blobs: BlobStore, replies: Mapping[str, str], failures: Mapping[str, str]
     ) -> AppStep:
         with blobs.temporary() as message, blobs.temporary() as state:
-            await run.send(AdvanceRun(replies, failures, str(message), str(state)))
+            await run.send(protocol.AdvanceRun(replies, failures, str(message), str(state)))
             answer = await run.receive(lambda: self._list_clients(job, run))
-            if isinstance(answer, RunEnded):
+            if isinstance(answer, protocol.RunEnded):
                 digest = Blob(job.latest.digest, job.latest.size_bytes)
                 blob = await asyncio.to_thread(blobs.adopt_file, message) if answer.has_model else digest
                 self._runs.pop(job.job_id, None)
                 return AppStep(blob, None, (), answer.metrics, answer.refused)
-            assert isinstance(answer, NextExchange)
+            assert isinstance(answer, protocol.NextExchange)
             blob = await asyncio.to_thread(blobs.adopt_file, message)
             kept = await asyncio.to_thread(blobs.adopt_file, state)
         run.version, run.digest = job.latest.version + 1, blob.digest
@@ -237,7 +225,7 @@ class FlowerRuns:
             *arguments, stdin=PIPE, stdout=PIPE, cwd=folder, env=environment, limit=LIMIT_BYTES
         )
         run = self._runs[job.job_id] = _Run(process)
-        request = StartRun(
+        request = protocol.StartRun(
             name,
             self._apps[name],
             dict(options.run_config),
@@ -250,7 +238,7 @@ class FlowerRuns:
                 request = msgspec.structs.replace(request, state=state, message=message)
             await run.send(request)
             answer = await run.receive(lambda: self._list_clients(job, run))
-        assert isinstance(answer, RunStarted)
+        assert isinstance(answer, protocol.RunStarted)
         run.seen = dict.fromkeys((*answer.clients, *cohort_of(job)), time.monotonic())
         return run, answer.continues
 

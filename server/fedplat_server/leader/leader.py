@@ -5,19 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 
-from fedplat.rounds import Change, HistoryRow
-from fedplat.rounds.commands import (
-    Abandon,
-    Abort,
-    Assign,
-    Command,
-    Commit,
-    Fold,
-    NextStep,
-    Refuse,
-    Restart,
-    RunWarmStart,
-)
+from fedplat.rounds import Change, HistoryRow, commands
 from fedplat.rounds.events import ServerRestarted
 from fedplat.rounds.protocols.base import protocol_of
 from fedplat.rounds.states import AttemptPhase
@@ -73,22 +61,22 @@ class Leader:
         production.retention.begin()
         records.webhooks.begin()
 
-    def act(self, command: Command) -> None:
+    def act(self, command: commands.Command) -> None:
         """Execute a command of the coordinator."""
         long_polls, production = self._parts.coordination.long_polls, self._parts.production
         match command:
-            case Assign() | Refuse():
+            case commands.Assign() | commands.Refuse():
                 long_polls.deliver(command)
-            case Abort():
+            case commands.Abort():
                 long_polls.stop(command)
-            case NextStep():
+            case commands.NextStep():
                 long_polls.advance(command.key)
-            case Fold() | Restart() | Commit():
+            case commands.Fold() | commands.Restart() | commands.Commit():
                 production.aggregation.submit(self._parts.coordination.jobs.state(command.key.job_id), command)
-            case RunWarmStart():
+            case commands.RunWarmStart():
                 job = self._parts.coordination.jobs.state(command.key.job_id)
                 production.halves.training_of(job.spec).begin_alone(job, command)
-            case Abandon():
+            case commands.Abandon():
                 long_polls.advance(command.key)
                 job = self._parts.coordination.jobs.state(command.key.job_id)
                 production.halves.training_of(job.spec).end(command.key)

@@ -10,18 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from typing_extensions import override
 
-from fedplat.rounds import Assignment, AttemptKey, Change, HistoryRow, JobState
+from fedplat.rounds import Assignment, AttemptKey, Change, HistoryRow, JobState, states
 from fedplat.rounds.commands import Command, Commit
 from fedplat.rounds.privacy_rules import disclosure_of
-from fedplat.rounds.states import (
-    ENDED_JOBS,
-    OPEN_PHASES,
-    OPEN_STATES,
-    AssignmentState,
-    AttemptKind,
-    AttemptPhase,
-    JobStatus,
-)
 from fedplat_server.coordination.runner import Actor
 from fedplat_server.database.jobs import VersionRecord
 from fedplat_server.instruments import Instruments
@@ -44,7 +35,7 @@ class JobSeries:
     """
 
     job_id: str
-    status: JobStatus
+    status: states.JobStatus
     idle_since: float
     last_commit: float | None = None
     ended: float | None = None
@@ -88,7 +79,7 @@ class JobSeriesTable:
 
     def restore(self, job: JobState, versions: Iterable[VersionRecord]) -> None:
         """Add a job that was read back, with its last versions, oldest first."""
-        if job.status in ENDED_JOBS or job.status is JobStatus.DRAFT:
+        if job.status in states.ENDED_JOBS or job.status is states.JobStatus.DRAFT:
             return
         series = self._add(job)
         commits = [each for each in versions if each.version.version > 0 and each.version.restored_from is None]
@@ -97,19 +88,19 @@ class JobSeriesTable:
         if commits:
             series.last_commit = times[-1]
             self.note_scores(job.job_id, commits[-1].metrics)
-        if job.attempt is not None and job.attempt.phase is AttemptPhase.COMMITTED:
+        if job.attempt is not None and job.attempt.phase is states.AttemptPhase.COMMITTED:
             self.note_metrics(job.job_id, job.attempt.kind.value.lower(), job.attempt.metrics)
 
     def follow(self, job: JobState) -> None:
         """Take note of the status of a job that has changed."""
         series = self._series.get(job.job_id)
         if series is None:
-            if job.status in ENDED_JOBS or job.status is JobStatus.DRAFT:
+            if job.status in states.ENDED_JOBS or job.status is states.JobStatus.DRAFT:
                 return
             series = self._add(job)
-        if job.status is JobStatus.RUNNING and series.status is not JobStatus.RUNNING:
+        if job.status is states.JobStatus.RUNNING and series.status is not states.JobStatus.RUNNING:
             series.idle_since = self._now()
-        if job.status in ENDED_JOBS and series.ended is None:
+        if job.status in states.ENDED_JOBS and series.ended is None:
             series.ended = self._now()
         series.status = job.status
 
@@ -144,8 +135,8 @@ class JobSeriesTable:
         # A rate needs a first sample before the first event.
         for outcome in ("merged", "late", "failed", "rejected", "surplus", "dropped") if shows_cohorts else ():
             self._instruments.assignments.labels(*labels, outcome)
-        for phase in (AttemptPhase.COMMITTED, AttemptPhase.ABANDONED):
-            self._instruments.attempts.labels(*labels, AttemptKind.TRAIN.value.lower(), phase.value.lower())
+        for phase in (states.AttemptPhase.COMMITTED, states.AttemptPhase.ABANDONED):
+            self._instruments.attempts.labels(*labels, states.AttemptKind.TRAIN.value.lower(), phase.value.lower())
         if shows_cohorts:
             self._instruments.update_bytes.labels(*labels)
         return series
@@ -190,9 +181,9 @@ class ObservedActor(Actor):
         if disclosure_of(change.job.spec).shows_cohorts:
             self._record_clients(change, labels)
         for row in change.history:
-            if row.entity == "attempt" and row.to_state not in OPEN_PHASES:
+            if row.entity == "attempt" and row.to_state not in states.OPEN_PHASES:
                 self._record_attempt(change, row, labels)
-        if any(row.entity == "attempt" and row.to_state == AttemptPhase.UNMASKING for row in change.history):
+        if any(row.entity == "attempt" and row.to_state == states.AttemptPhase.UNMASKING for row in change.history):
             self._on_release()
         if change.version is not None and change.version.restored_from is None:
             self._table.note_commit(change.job.job_id)
@@ -201,10 +192,10 @@ class ObservedActor(Actor):
 
     def _record_clients(self, change: Change, labels: tuple[str, str]) -> None:
         for assignment in change.assignments:
-            if assignment.state not in OPEN_STATES:
+            if assignment.state not in states.OPEN_STATES:
                 self._record_assignment(assignment, labels)
         for row in change.history:
-            if row.entity == "assignment" and row.to_state == AssignmentState.REPORTED:
+            if row.entity == "assignment" and row.to_state == states.AssignmentState.REPORTED:
                 self._instruments.update_bytes.labels(*labels).inc(row.update_bytes)
 
     def _record_assignment(self, assignment: Assignment, labels: tuple[str, str]) -> None:
@@ -224,7 +215,7 @@ class ObservedActor(Actor):
             duration_s = max(self._now() - attempt.opened_at, 0.0)
             self._instruments.attempt_duration.labels(kind, outcome).observe(duration_s)
         started = self._commits.pop(key, None)
-        if row.to_state == AttemptPhase.COMMITTED:
+        if row.to_state == states.AttemptPhase.COMMITTED:
             self._table.note_metrics(key.job_id, kind, row.metrics)
             if started is not None:
                 self._instruments.commit_duration.observe(max(self._now() - started, 0.0))

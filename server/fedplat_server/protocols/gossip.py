@@ -17,19 +17,6 @@ from fedplat.gossip import ring, steps
 from fedplat.gossip.messages import Announcement
 from fedplat.gossip.options import Gossip
 from fedplat.gossip.state import GossipState
-from fedplat.gossip.steps import (
-    AdoptMean,
-    Announce,
-    Contact,
-    Leave,
-    MixModels,
-    OfferKey,
-    Progress,
-    SiloMessage,
-    SiloReport,
-    SiloStep,
-    Wait,
-)
 from fedplat.gossip.topology import describe_edges_problem, describe_unknown
 from fedplat.job import JobSpec
 from fedplat.rounds import Assignment, AttemptKey, Change, JobState, Verdict
@@ -61,7 +48,7 @@ _FILE_EXTRA = 64 * 2**10
 """A silo's file has at most `_FILE_FACTOR` times the bytes of the model (float64 for bf16), and so many more."""
 
 
-class GossipHalf(StepsHalf[SiloMessage]):
+class GossipHalf(StepsHalf[steps.SiloMessage]):
     """Decentralised jobs: silos send each other their models; the server has their steps and encrypted files."""
 
     content = "gossip"
@@ -75,7 +62,7 @@ class GossipHalf(StepsHalf[SiloMessage]):
         silence: SilenceMonitor,
     ) -> None:
         super().__init__(parts, calls)
-        self._waiting: dict[str, dict[str, Contact]] = {}  # by job: who waits for the mean in the relay
+        self._waiting: dict[str, dict[str, steps.Contact]] = {}  # by job: who waits for the mean in the relay
         self._clients = clients
         self._relay = make_relay(lambda job_id: self._waiting.get(job_id, {}).keys())
         self._silence = silence
@@ -154,17 +141,17 @@ class GossipHalf(StepsHalf[SiloMessage]):
     # --- what silos report -----------------------------------------------------------------------------------
 
     @override
-    def _read(self, client: ClientRecord, assignment: Assignment, request: fleet_pb2.StepRequest) -> SiloMessage:
+    def _read(self, client: ClientRecord, assignment: Assignment, request: fleet_pb2.StepRequest) -> steps.SiloMessage:
         message, limit = request.gossip, steps.MAX_MESSAGE_BYTES
         if message.HasField("report"):
             self._calls.count(assignment, message.ByteSize(), limit, _MAX_MESSAGES)
         try:
-            return records.read(message, SiloMessage, limit)
+            return records.read(message, steps.SiloMessage, limit)
         except ValueError as exc:
             raise self._refuse_report(exc) from exc
 
     @override
-    async def _receive(self, client: ClientRecord, assignment: Assignment, message: SiloMessage) -> None:
+    async def _receive(self, client: ClientRecord, assignment: Assignment, message: steps.SiloMessage) -> None:
         """Validate a report, and submit it if the silo's round is not over."""
         key, report, done = assignment.key, message.report, message.done
         if report is None or not assignment.is_busy:
@@ -175,41 +162,41 @@ class GossipHalf(StepsHalf[SiloMessage]):
             events = steps.to_events(client.client_id, key.round, done.mixed_round, report)
         except (GossipError, SecureAggregationError) as exc:
             raise self._refuse_report(exc) from exc
-        metrics: Mapping[str, float] = report.metrics if isinstance(report, Announce) else {}
+        metrics: Mapping[str, float] = report.metrics if isinstance(report, steps.Announce) else {}
         await self._calls.runner.submit(SiloReported(key, client.client_id, tuple(events), metrics))
-        if isinstance(report, Announce):
+        if isinstance(report, steps.Announce):
             self._await_mean(client, job.job_id, report.model, done)
 
     def _refuse_report(self, exc: Exception) -> RefusedError:
         text = f"the silo's message is not accepted: {exc}"
         return RefusedError(Code.INVALID_REQUEST, validation.text(text, self._parts.limits.max_text))
 
-    def _check(self, client: ClientRecord, job: JobState, key: AttemptKey, report: SiloReport) -> None:
+    def _check(self, client: ClientRecord, job: JobState, key: AttemptKey, report: steps.SiloReport) -> None:
         """Raise `GossipError` or `SecureAggregationError` for a report that no honest silo sends."""
         match report:
-            case Announce():
+            case steps.Announce():
                 problem = claims.check_examples(report.model.num_examples)
                 problem = problem or claims.check_metrics(report.metrics, self._parts.limits.metrics)
                 if problem:
                     raise GossipError(problem)
                 _check_files(report.model, _FILE_FACTOR * job.latest.size_bytes + _FILE_EXTRA)
                 _check_relay_key(client, key, report.model)
-            case OfferKey():
+            case steps.OfferKey():
                 payload = ring.key_payload(key.job_id, key.round, report.attempt, client.client_id, report.key)
                 if not is_signature(client.public_key, report.signature, payload):
                     raise GossipError("the key for the ring is not signed with the key with which the silo is enrolled")
             case _:
                 pass
 
-    def _await_mean(self, client: ClientRecord, job_id: str, model: Announcement, done: Progress) -> None:
+    def _await_mean(self, client: ClientRecord, job_id: str, model: Announcement, done: steps.Progress) -> None:
         """Ask the silos that have the mean for it, if one has announced a model without it and may need the relay."""
         job = self._calls.job(job_id)
         state, attempt = state_of(job), job.open_attempt
-        found = steps.instruct(state, client.client_id, done, lambda name: Contact(name, client.public_key))
-        if not isinstance(found, AdoptMean) or attempt is None:
+        found = steps.instruct(state, client.client_id, done, lambda name: steps.Contact(name, client.public_key))
+        if not isinstance(found, steps.AdoptMean) or attempt is None:
             self._waiting.get(job_id, {}).pop(client.client_id, None)
             return
-        own = Contact(client.client_id, client.public_key, model.address, model.relay_key, model.relay_signature)
+        own = steps.Contact(client.client_id, client.public_key, model.address, model.relay_key, model.relay_signature)
         self._waiting.setdefault(job_id, {})[client.client_id] = own
         self._calls.long_polls.advance(attempt.key)
 
@@ -217,26 +204,26 @@ class GossipHalf(StepsHalf[SiloMessage]):
 
     @override
     async def _find_input(
-        self, job: JobState, assignment: Assignment, message: SiloMessage
+        self, job: JobState, assignment: Assignment, message: steps.SiloMessage
     ) -> tuple[fleet_pb2.StepResponse, bool]:
         if not (assignment.is_busy or assignment.state is AssignmentState.MERGED):
             return refuse(assignment.reason, assignment.text), True
         step = await self._make_step(job, assignment, message.done)
-        is_new = step.known != message.known if message.known else not isinstance(step.instruction, Wait)
-        is_over = isinstance(step.instruction, Leave)
+        is_new = step.known != message.known if message.known else not isinstance(step.instruction, steps.Wait)
+        is_over = isinstance(step.instruction, steps.Leave)
         return fleet_pb2.StepResponse(gossip=records.write(gossip_pb2.SiloStep, step)), is_new or is_over
 
-    async def _make_step(self, job: JobState, assignment: Assignment, done: Progress) -> SiloStep:
+    async def _make_step(self, job: JobState, assignment: Assignment, done: steps.Progress) -> steps.SiloStep:
         state, silo = state_of(job), assignment.client_id
         waiting = dict(self._waiting.get(job.job_id, {}))
         records = await self._calls.clients.find_all(sorted({*_list_silos(state), *waiting}))
         contacts = {name: _make_contact(record, state.announced.get(name)) for name, record in records.items()}
         instruction = steps.instruct(state, silo, done, contacts.__getitem__)
-        is_over = not assignment.is_busy and not isinstance(instruction, MixModels | AdoptMean)
-        receivers = {name: waiting.get(name, Contact(name, records[name].public_key)) for name in records}
+        is_over = not assignment.is_busy and not isinstance(instruction, steps.MixModels | steps.AdoptMean)
+        receivers = {name: waiting.get(name, steps.Contact(name, records[name].public_key)) for name in records}
         revoked = {name for name, record in records.items() if record.revoked_unix_s is not None}
-        return SiloStep(
-            instruction=Leave() if is_over else instruction,
+        return steps.SiloStep(
+            instruction=steps.Leave() if is_over else instruction,
             known=f"{assignment.key.number}.{state.timer}.{len(waiting)}",
             round=assignment.key.round,
             remaining_s=max(assignment.deadline_at - self._calls.runner.now, 0.0) if assignment.is_busy else 0.0,
@@ -281,11 +268,11 @@ def _list_silos(state: GossipState) -> list[str]:
     return sorted({*state.announced, *state.members, *state.away, *holders})
 
 
-def _make_contact(record: ClientRecord, model: Announcement | None) -> Contact:
+def _make_contact(record: ClientRecord, model: Announcement | None) -> steps.Contact:
     """Return a silo as others see it, with its announcement of this round if there is one."""
     if model is None:
-        return Contact(record.client_id, record.public_key)
-    return Contact(record.client_id, record.public_key, model.address, model.relay_key, model.relay_signature)
+        return steps.Contact(record.client_id, record.public_key)
+    return steps.Contact(record.client_id, record.public_key, model.address, model.relay_key, model.relay_signature)
 
 
 def _check_files(model: Announcement, limit: int) -> None:

@@ -28,27 +28,11 @@ from fedplat.job import JobSpec, PoolOptions
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import RunWarmStart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
-from fedplat_server import logs
-from fedplat_server.errors import (
-    ConfigError,
-    PoolBrokenError,
-    PoolMemoryError,
-    PoolUnavailableError,
-    PoolWorkError,
-    is_lasting,
-)
+from fedplat_server import errors, logs
 from fedplat_server.storage import files
 from fedplat_server.storage.blobs import Blob, BlobStore
+from fedplat_server.workers import task_inputs
 from fedplat_server.workers.client import LocalRank, RunningTask, WorkerPool
-from fedplat_server.workers.task_inputs import (
-    EvaluateReply,
-    EvaluateRequest,
-    TeacherModels,
-    TrainerReference,
-    TrainProgress,
-    TrainReply,
-    TrainRequest,
-)
 
 TRIES = 3
 """How often a task whose ranks die is started before its attempt fails."""
@@ -91,7 +75,9 @@ class ServerTraining:
         plugins: tuple[PluginReference, ...] = (),
     ) -> None:
         self._plugins = plugins
-        self._trainers = {name: TrainerReference(reference, os.getcwd()) for name, reference in trainers.items()}
+        self._trainers = {
+            name: task_inputs.TrainerReference(reference, os.getcwd()) for name, reference in trainers.items()
+        }
         self._data_dir = data_dir
         self._blobs = blobs
         self._post = post
@@ -146,17 +132,17 @@ class ServerTraining:
             outcome = await self._warm_start(job, key)
         except (FedplatError, OSError) as exc:
             logs.get().error("a warm start failed", error=str(exc))
-            outcome = AggregationFailed(key, _in_one_line(exc), is_lasting=is_lasting(exc))
+            outcome = AggregationFailed(key, _in_one_line(exc), is_lasting=errors.is_lasting(exc))
         except Exception as exc:  # a task boundary: a bug, which is logged; the attempt is repeated
             logs.get().exception("a warm start failed")
-            outcome = AggregationFailed(key, type(exc).__name__, is_lasting=is_lasting(exc))
+            outcome = AggregationFailed(key, type(exc).__name__, is_lasting=errors.is_lasting(exc))
         self._open.pop(key, None)
         self._post(outcome)
 
     async def _warm_start(self, job: JobState, key: AttemptKey) -> AttemptAggregated:
         table, folder = job.spec.warm_start, self._folder(job.job_id)
         assert table is not None
-        request = TrainRequest(
+        request = task_inputs.TrainRequest(
             trainer=self._trainer(table.trainer),
             rule=job.spec.aggregation,
             num_ranks=job.spec.num_ranks,
@@ -168,11 +154,11 @@ class ServerTraining:
             traces=str(self._data_dir / "traces" / job.job_id / "warm_start"),
             plugins=select_references(self._plugins, job.plugins),
         )
-        progress: list[TrainProgress] = []
+        progress: list[task_inputs.TrainProgress] = []
         try:
             async with self._blobs.local(job.latest.digest):
                 reply, blob = await self._train(request, f"warm start of {job.job_id}", job.spec.pool, progress.append)
-        except PoolWorkError:
+        except errors.PoolWorkError:
             if not progress:  # the checkpoint may be unusable, if the trainer has other data now
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
             raise
@@ -189,8 +175,8 @@ class ServerTraining:
         teachers = None
         if table.method == "distill":
             base = str(self._blobs.path(job.latest.digest))
-            teachers = TeacherModels(base, tuple(map(str, updates)), job.spec.compression.uplink)
-        request = TrainRequest(
+            teachers = task_inputs.TeacherModels(base, tuple(map(str, updates)), job.spec.compression.uplink)
+        request = task_inputs.TrainRequest(
             trainer=self._trainer(table.trainer),
             rule=job.spec.aggregation,
             num_ranks=job.spec.num_ranks,
@@ -207,34 +193,36 @@ class ServerTraining:
             async with self._blobs.local(job.latest.digest):
                 _, blob = await self._train(request, f"server step of {job.job_id} round {round_}", job.spec.pool)
         except FedplatError as exc:
-            raise PoolWorkError(f"the server step failed: {_in_one_line(exc)}") from exc
+            raise errors.PoolWorkError(f"the server step failed: {_in_one_line(exc)}") from exc
         return structs.replace(version, digest=blob.digest, size_bytes=blob.size_bytes)
 
-    async def score(self, name: str, model: Path, spec: JobSpec) -> EvaluateReply:
+    async def score(self, name: str, model: Path, spec: JobSpec) -> task_inputs.EvaluateReply:
         """Evaluate a version of a job on a trainer's held-out examples. Errors are in the reply."""
         wanted = PluginVersion("rules", name_of(spec.aggregation))
         plugins = select_references(self._plugins, [wanted])
         trainer, rule = self._trainer(name), spec.aggregation
-        request = EvaluateRequest(trainer=trainer, rule=rule, model=str(model), parallel=spec.parallel, plugins=plugins)
+        request = task_inputs.EvaluateRequest(
+            trainer=trainer, rule=rule, model=str(model), parallel=spec.parallel, plugins=plugins
+        )
         try:
-            return await self._run_task(_TaskRequest("evaluate", request, spec.pool), EvaluateReply)
+            return await self._run_task(_TaskRequest("evaluate", request, spec.pool), task_inputs.EvaluateReply)
         except FedplatError as exc:
-            return EvaluateReply(error=str(exc))
+            return task_inputs.EvaluateReply(error=str(exc))
 
     async def _train(
         self,
-        request: TrainRequest,
+        request: task_inputs.TrainRequest,
         title: str,
         pool: PoolOptions | None,
-        on_progress: Callable[[TrainProgress], object] = lambda _: None,
-    ) -> tuple[TrainReply, Blob]:
+        on_progress: Callable[[task_inputs.TrainProgress], object] = lambda _: None,
+    ) -> tuple[task_inputs.TrainReply, Blob]:
         """Run a training on ranks and store the model. Raises `PoolError` with the reason if it fails."""
         log = _ProgressLog(title, on_progress)
         with self._blobs.temporary() as result:
             request = msgspec.structs.replace(request, result=str(result))
-            reply = await self._run_task(_TaskRequest("train", request, pool, log.note), TrainReply)
+            reply = await self._run_task(_TaskRequest("train", request, pool, log.note), task_inputs.TrainReply)
             if reply.error:
-                raise PoolWorkError(reply.error)
+                raise errors.PoolWorkError(reply.error)
             blob = await asyncio.to_thread(self._blobs.adopt_file, result)
         logs.get().info(f"{title}: the model is trained", steps=reply.num_steps, **_metrics(reply))
         return reply, blob
@@ -246,12 +234,15 @@ class ServerTraining:
             try:
                 async with self._start_task(task, is_retry=num_tries > 1) as session:
                     return await session.result(kind)
-            except (PoolBrokenError, PoolUnavailableError) as exc:  # the ranks died during the task, or just before
+            except (
+                errors.PoolBrokenError,
+                errors.PoolUnavailableError,
+            ) as exc:  # the ranks died during the task, or just before
                 if num_tries == TRIES:
                     raise
                 logs.get().warning("ranks died; the task is repeated", work=task.name, error=str(exc))
                 num_tries += 1
-            except PoolMemoryError as exc:
+            except errors.PoolMemoryError as exc:
                 if task.on_cpu:
                     raise
                 logs.get().warning("the task is repeated on the CPU", work=task.name, error=str(exc))
@@ -271,9 +262,9 @@ class ServerTraining:
         async with ranks.start_task(name, task.request, task.on_note) as session:
             yield session
 
-    def _trainer(self, name: str) -> TrainerReference:
+    def _trainer(self, name: str) -> task_inputs.TrainerReference:
         if name not in self._trainers:  # the job was created when the daemon ran with another configuration
-            raise ConfigError(f"the server has no trainer {name!r} any more; start it with --trainer {name}=...")
+            raise errors.ConfigError(f"the server has no trainer {name!r} any more; start it with --trainer {name}=...")
         return self._trainers[name]
 
     def _folder(self, job_id: str) -> Path:
@@ -283,14 +274,14 @@ class ServerTraining:
 class _ProgressLog:
     """The log of a training's progress, with a line every `LOG_EVERY_S` seconds at most."""
 
-    def __init__(self, title: str, on_progress: Callable[[TrainProgress], object]) -> None:
+    def __init__(self, title: str, on_progress: Callable[[task_inputs.TrainProgress], object]) -> None:
         self._title, self._on_progress = title, on_progress
         self._now = asyncio.get_running_loop().time
         self._logged_at = self._now()
 
     def note(self, content: bytes) -> None:
         """Handle a progress message of the ranks."""
-        progress = msgspec.msgpack.decode(content, type=prepare_type(TrainProgress))
+        progress = msgspec.msgpack.decode(content, type=prepare_type(task_inputs.TrainProgress))
         self._on_progress(progress)
         if self._now() - self._logged_at >= LOG_EVERY_S:
             self._logged_at = self._now()
@@ -304,7 +295,7 @@ async def _remove(folder: Path) -> None:
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
-def _metrics(reply: TrainReply) -> dict[str, float]:
+def _metrics(reply: task_inputs.TrainReply) -> dict[str, float]:
     """Return the metrics of a training, with the profile of its steps. Values that are not finite are left out."""
     metrics = {"first_loss": reply.first_loss, "loss": reply.last_loss, **reply.step_profile}
     return {name: value for name, value in metrics.items() if math.isfinite(value)}

@@ -14,18 +14,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from fedplat.job import JobSpec, is_unreadable
-from fedplat.rounds.invariants.records import (
-    AssignmentRow,
-    AttemptRow,
-    JobRow,
-    ParticipationRounds,
-    ReleaseRow,
-    StepRow,
-    StoredAttempt,
-    StoredJob,
-    StrayHistory,
-    VersionRow,
-)
+from fedplat.rounds.invariants import records
 from fedplat.rounds.states import HAVE_UPDATES
 from fedplat_server.database import rows, schema, tables
 from fedplat_server.database.engine import async_url, create_engine, translate_errors
@@ -68,7 +57,7 @@ async def units(connection: AsyncConnection, now_unix_s: float = 0.0) -> AsyncIt
 
     Only one attempt, and the rows of a job's versions and attempts, are in memory at a time.
     """
-    for row in await _rows(connection, JobRow, tables.jobs, order=("sequence",)):
+    for row in await _rows(connection, records.JobRow, tables.jobs, order=("sequence",)):
         job = await _job(connection, row)
         yield job
         async for unit in _attempts(connection, job, now_unix_s):
@@ -91,24 +80,24 @@ async def _audit(connection: AsyncConnection) -> AsyncIterator[AuditPart | Audit
     yield AuditEnd(at, heads[0] if len(heads) == 1 else None)
 
 
-async def _job(connection: AsyncConnection, row: JobRow) -> StoredJob:
+async def _job(connection: AsyncConnection, row: records.JobRow) -> records.StoredJob:
     mine = {"job_id": row.job_id}
     spec, unreadable, is_foreign = _spec(row)
-    history = _query(StepRow, tables.history, mine, ("sequence",))
+    history = _query(records.StepRow, tables.history, mine, ("sequence",))
     history = history.where(tables.history.c.entity.in_(("job", "version")))
-    return StoredJob(
+    return records.StoredJob(
         row=row,
         spec=spec,
         unreadable=unreadable,
         is_foreign=is_foreign,
-        versions=tuple(await _rows(connection, VersionRow, tables.model_versions, mine, ("version",))),
-        ledger=tuple(await _rows(connection, ReleaseRow, tables.ledger, mine, ("version",))),
-        attempts=tuple(await _rows(connection, AttemptRow, tables.attempts, mine, ("round", "number"))),
-        history=tuple(StepRow(*one) for one in await connection.execute(history)),
+        versions=tuple(await _rows(connection, records.VersionRow, tables.model_versions, mine, ("version",))),
+        ledger=tuple(await _rows(connection, records.ReleaseRow, tables.ledger, mine, ("version",))),
+        attempts=tuple(await _rows(connection, records.AttemptRow, tables.attempts, mine, ("round", "number"))),
+        history=tuple(records.StepRow(*one) for one in await connection.execute(history)),
     )
 
 
-def _spec(row: JobRow) -> tuple[JobSpec | None, str, bool]:
+def _spec(row: records.JobRow) -> tuple[JobSpec | None, str, bool]:
     """Return the job, or why its file cannot be read and whether that of another release may be."""
     try:
         spec, problem = _files.read(row)
@@ -119,7 +108,7 @@ def _spec(row: JobRow) -> tuple[JobSpec | None, str, bool]:
     return None, f"its job file cannot be read ({problem})", True
 
 
-async def _attempts(connection: AsyncConnection, job: StoredJob, now_unix_s: float) -> AsyncIterator[Unit]:
+async def _attempts(connection: AsyncConnection, job: records.StoredJob, now_unix_s: float) -> AsyncIterator[Unit]:
     made = {(version.round, version.attempt): version for version in job.versions if version.is_made}
     history = _History(connection, job.row)
     messages = await _count_messages(connection, job.row.job_id)
@@ -128,7 +117,7 @@ async def _attempts(connection: AsyncConnection, job: StoredJob, now_unix_s: flo
         for attempt in job.attempts:
             number = (attempt.round, attempt.number)
             while key is not None and key < number:
-                yield StrayHistory(job.row, tuple(rows))
+                yield records.StrayHistory(job.row, tuple(rows))
                 key, rows = await anext(groups)
             mine = tuple(rows) if key == number else ()
             if key == number:
@@ -136,7 +125,7 @@ async def _attempts(connection: AsyncConnection, job: StoredJob, now_unix_s: flo
             cohort = await _cohort(connection, job.row.job_id, number)
             own = tuple(one for one in cohort if (one.round, one.number) == number)
             counted = tuple(one for one in cohort if one.counted_in == number)
-            yield StoredAttempt(
+            yield records.StoredAttempt(
                 job.row,
                 job.spec,
                 attempt,
@@ -148,17 +137,17 @@ async def _attempts(connection: AsyncConnection, job: StoredJob, now_unix_s: flo
                 num_messages=messages.get(number, 0),
             )
         while key is not None:
-            yield StrayHistory(job.row, tuple(rows))
+            yield records.StrayHistory(job.row, tuple(rows))
             key, rows = await anext(groups)
 
 
-async def _cohort(connection: AsyncConnection, job_id: str, number: _Number) -> list[AssignmentRow]:
+async def _cohort(connection: AsyncConnection, job_id: str, number: _Number) -> list[records.AssignmentRow]:
     """Return the assignments that were created in an attempt, and those that were carried over into it."""
     rows = tables.assignments.c
     made = (rows.job_id == job_id) & (rows.round == number[0]) & (rows.number == number[1])
     taken = (rows.job_id == job_id) & (rows.into_round == number[0]) & (rows.into_number == number[1])
-    query = _query(AssignmentRow, tables.assignments, {}, ("client_id", "round", "number")).where(made | taken)
-    return [AssignmentRow(*row) for row in await connection.execute(query)]
+    query = _query(records.AssignmentRow, tables.assignments, {}, ("client_id", "round", "number")).where(made | taken)
+    return [records.AssignmentRow(*row) for row in await connection.execute(query)]
 
 
 async def _count_messages(connection: AsyncConnection, job_id: str) -> dict[_Number, int]:
@@ -169,7 +158,9 @@ async def _count_messages(connection: AsyncConnection, job_id: str) -> dict[_Num
     return {(round_, number): count for round_, number, count in await connection.execute(query)}
 
 
-async def _participations(connection: AsyncConnection, job: StoredJob) -> AsyncIterator[ParticipationRounds]:
+async def _participations(
+    connection: AsyncConnection, job: records.StoredJob
+) -> AsyncIterator[records.ParticipationRounds]:
     """Yield the rounds in which clients took part in a job that limits them, `CLIENTS` clients at a time."""
     if job.spec is None or ParticipationLimits.of(job.spec) is None:
         return
@@ -186,27 +177,27 @@ async def _participations(connection: AsyncConnection, job: StoredJob) -> AsyncI
     async with connection.stream(query) as result:
         async for client_id, round_ in result:
             if client_id not in rounds and len(rounds) >= CLIENTS:
-                yield ParticipationRounds(job.row, job.spec, rounds)
+                yield records.ParticipationRounds(job.row, job.spec, rounds)
                 rounds = {}
             rounds[client_id] = (*rounds.get(client_id, ()), round_)
-    yield ParticipationRounds(job.row, job.spec, rounds)
+    yield records.ParticipationRounds(job.row, job.spec, rounds)
 
 
 class _History:
     """The history of a job's attempts and assignments, attempt by attempt."""
 
-    def __init__(self, connection: AsyncConnection, job: JobRow) -> None:
+    def __init__(self, connection: AsyncConnection, job: records.JobRow) -> None:
         self._connection = connection
         order = ("round", "attempt", "sequence")
-        query = _query(StepRow, tables.history, {"job_id": job.job_id}, order)
+        query = _query(records.StepRow, tables.history, {"job_id": job.job_id}, order)
         self._query = query.where(tables.history.c.entity.not_in(("job", "version")))
 
-    async def groups(self) -> AsyncGenerator[tuple[_Number | None, list[StepRow]]]:
+    async def groups(self) -> AsyncGenerator[tuple[_Number | None, list[records.StepRow]]]:
         """Yield (round, attempt) with its rows, in order; then None with no rows, without end."""
-        group: list[StepRow] = []
+        group: list[records.StepRow] = []
         async with self._connection.stream(self._query) as result:
             async for values in result:
-                row = StepRow(*values)
+                row = records.StepRow(*values)
                 if group and (group[0].round, group[0].attempt) != (row.round, row.attempt):
                     yield (group[0].round, group[0].attempt), group
                     group = []

@@ -12,16 +12,6 @@ from typing import Literal
 import msgspec
 
 from fedplat import aggregate, codecs
-from fedplat.aggregate import (
-    Contribution,
-    Rule,
-    first_columns,
-    read_columns,
-    read_memory,
-    read_scalars,
-    rebase,
-    seed_of,
-)
 from fedplat.aggregate.state import Columns
 from fedplat.codecs import container
 from fedplat.config.loaded_plugins import PluginReference, select_references
@@ -39,7 +29,7 @@ class SpooledUpdate(msgspec.Struct, frozen=True):
     """An accepted update: its file and, if the rule needs it, the file of the version that its client trained."""
 
     path: str
-    contribution: Contribution
+    contribution: aggregate.Contribution
     origin_path: str = ""
 
 
@@ -74,12 +64,12 @@ class AttemptInputs(msgspec.Struct, frozen=True, kw_only=True):
             plugins=select_references(plugins, job.plugins),
         )
 
-    def build_rule(self, keep_step: Callable[[bytes], None] = lambda payload: None) -> Rule:
+    def build_rule(self, keep_step: Callable[[bytes], None] = lambda payload: None) -> aggregate.Rule:
         """Build the job's rule; `keep_step` is called with the encoded step of a job with a downlink."""
         noise = Noise(self.noise_key) if self.noise_key else None
-        return build_rule(self.spec, seed_of(self.job_id, self.version), noise, keep_step)
+        return build_rule(self.spec, aggregate.seed_of(self.job_id, self.version), noise, keep_step)
 
-    def num_sums(self, rule: Rule, base: ModelFile) -> int:
+    def num_sums(self, rule: aggregate.Rule, base: ModelFile) -> int:
         """Return the number of partial sums: one, unless the job splits reports over ranks.
 
         The k-th update is in sum k modulo this number. The bits of the result depend on it, so it is the same on every
@@ -89,25 +79,25 @@ class AttemptInputs(msgspec.Struct, frozen=True, kw_only=True):
         split = pool is not None and pool.split == "reports" and rule.gather is None and base.schema.num_floating > 0
         return pool.ranks if pool is not None and split else 1
 
-    def read_scalars(self, rule: Rule, base: ModelFile) -> Mapping[str, float]:
+    def read_scalars(self, rule: aggregate.Rule, base: ModelFile) -> Mapping[str, float]:
         """Read the scalars of the rule's state; empty before its first version."""
-        return read_scalars(self.state_path, rule, base.schema.num_floating) if self.state_path else {}
+        return aggregate.read_scalars(self.state_path, rule, base.schema.num_floating) if self.state_path else {}
 
-    def read_memory(self, rule: Rule, base: ModelFile) -> bytes:
+    def read_memory(self, rule: aggregate.Rule, base: ModelFile) -> bytes:
         """Read the memory of the rule's state; b"" before its first version."""
-        return read_memory(self.state_path, rule, base.schema.num_floating) if self.state_path else b""
+        return aggregate.read_memory(self.state_path, rule, base.schema.num_floating) if self.state_path else b""
 
-    def read_columns(self, rule: Rule, base: ModelFile, shard: range) -> Columns:
+    def read_columns(self, rule: aggregate.Rule, base: ModelFile, shard: range) -> Columns:
         """Read the columns of the rule's state that belong to a shard."""
         size = base.schema.num_floating
         if not self.state_path:
-            return first_columns(rule, len(shard))
-        return read_columns(self.state_path, rule, size, shard)
+            return aggregate.first_columns(rule, len(shard))
+        return aggregate.read_columns(self.state_path, rule, size, shard)
 
     def open_update(self, update: SpooledUpdate, base: ModelFile) -> Values:
         """Open an update, rebased to this attempt's base if the rule needs that."""
         values = container.open_update(update.path, base, self.spec.compression.uplink)
-        return rebase(values, ModelFile.open(update.origin_path), base) if update.origin_path else values
+        return aggregate.rebase(values, ModelFile.open(update.origin_path), base) if update.origin_path else values
 
 
 class CloseAttempt(msgspec.Struct, tag="close", frozen=True):

@@ -21,17 +21,11 @@ import numpy as np
 from fedplat.errors import SecureAggregationError
 from fedplat.gossip.shares import MAX_SHARE
 from fedplat.gossip.steps import Contact
+from fedplat.secure_aggregation import relay
 from fedplat.secure_aggregation.primitives import KeyPair
-from fedplat.secure_aggregation.relay import (
-    TAG_BYTES,
-    RelayExchange,
-    RelayKey,
-    RelayLink,
-    RelayMember,
-    RelayMessage,
-)
 from fedplat.wire import pieces
 from fedplat.wire.v1 import fleet_pb2, model_pb2
+from fedplat_client import errors
 from fedplat_client._auth.calls import Connection
 from fedplat_client._state.silo_store import is_digest
 from fedplat_client._work import transfer
@@ -41,15 +35,6 @@ from fedplat_client._work.peers.port import PeerPort
 from fedplat_client._work.transfer import Content
 from fedplat_client.backoff import Backoff
 from fedplat_client.cancellation import Stop
-from fedplat_client.errors import (
-    CallError,
-    CallRefusedError,
-    Cancelled,
-    NotSentYetError,
-    PeerError,
-    ServerUnavailableError,
-    TransferError,
-)
 from fedplat_client.options import ClientOptions
 from fedplat_client.task import Control
 
@@ -102,8 +87,8 @@ class PeerNetwork:
 
     connection: Connection
     token: str
-    exchange: RelayExchange
-    own: RelayMember
+    exchange: relay.RelayExchange
+    own: relay.RelayMember
     key: KeyPair
     trusted: Collection[bytes] | None
     port: PeerPort
@@ -129,20 +114,22 @@ class PeerNetwork:
 
     def _check(self, contact: Contact) -> None:
         if not self.is_trusted(contact):
-            raise PeerError("REFUSED", f"{contact.silo} is not one of the trusted clients")
+            raise errors.PeerError("REFUSED", f"{contact.silo} is not one of the trusted clients")
         if contact.silo == self.own.client_id:
-            raise PeerError("REFUSED", f"the server named {contact.silo}, this silo itself, as another one")
+            raise errors.PeerError("REFUSED", f"the server named {contact.silo}, this silo itself, as another one")
 
-    def _verify(self, contact: Contact) -> RelayMember:
+    def _verify(self, contact: Contact) -> relay.RelayMember:
         """Return another silo as a member of the relay's exchange, whose key it has signed."""
         self._check(contact)
         if not contact.relay_key:
-            raise PeerError("REFUSED", f"{contact.silo} has neither a port nor a key for the server's relay")
-        member = RelayMember(contact.silo, contact.public_key, RelayKey(contact.relay_key, contact.relay_signature))
+            raise errors.PeerError("REFUSED", f"{contact.silo} has neither a port nor a key for the server's relay")
+        member = relay.RelayMember(
+            contact.silo, contact.public_key, relay.RelayKey(contact.relay_key, contact.relay_signature)
+        )
         try:
             self.exchange.verify(member, self.trusted)
         except SecureAggregationError as exc:
-            raise PeerError("REFUSED", str(exc)) from exc
+            raise errors.PeerError("REFUSED", str(exc)) from exc
         return member
 
     # --- through the ports of others -------------------------------------------------------------------------
@@ -163,13 +150,13 @@ class PeerNetwork:
         """Send a file through the server. Raises also `TransferError`, `CallError` and `OSError`."""
         sealed = self.folder / f"sealed-{digest}-{receiver.public_key.hex()}"
         try:
-            link = RelayLink(self.exchange, self.own, self._verify(receiver), digest, path.stat().st_size)
+            link = relay.RelayLink(self.exchange, self.own, self._verify(receiver), digest, path.stat().st_size)
             seal_file(link, self.key, path, sealed)
             content = Content((np.memmap(sealed, np.uint8, mode="r").data,))
             transfer.upload(self.connection, self.token, content, control, receiver.silo, digest)
             self.counter.add(sent=link.sealed_bytes)
         except SecureAggregationError as exc:
-            raise PeerError("REFUSED", str(exc)) from exc
+            raise errors.PeerError("REFUSED", str(exc)) from exc
         finally:
             sealed.unlink(missing_ok=True)
 
@@ -179,14 +166,14 @@ class PeerNetwork:
         Raises `NotSentYetError` if it has not after `wait_s`.
         """
         _check_digest(remote)
-        link = RelayLink(self.exchange, self._verify(sender), self.own, remote.digest, remote.size_bytes)
+        link = relay.RelayLink(self.exchange, self._verify(sender), self.own, remote.digest, remote.size_bytes)
         sealed, plain = self.folder / f"received-{remote.digest}", self.folder / f"opened-{remote.digest}"
         try:
             with sealed.open("wb") as target:
                 self._receive(sender.silo, remote.digest, link.sealed_bytes, target.write, wait_s, control)
             open_file(link, self.key, sealed, plain)
         except SecureAggregationError as exc:
-            raise PeerError("WRONG_DIGEST", f"the file of {sender.silo}: {exc}") from exc
+            raise errors.PeerError("WRONG_DIGEST", f"the file of {sender.silo}: {exc}") from exc
         finally:
             sealed.unlink(missing_ok=True)
         return plain
@@ -213,36 +200,38 @@ class PeerNetwork:
                         num_received += len(part)
                         self.counter.add(received=len(part))
                         if num_received > size_bytes:
-                            raise PeerError("WRONG_SIZE", f"more than {size_bytes} bytes came from {sender}")
+                            raise errors.PeerError("WRONG_SIZE", f"more than {size_bytes} bytes came from {sender}")
                         write(part)
                         backoff.reset()
-            except NotSentYetError:
+            except errors.NotSentYetError:
                 # A server that does not wait itself would make a busy loop.
                 control.options.wait(control.signal, min(_MIN_WAIT_S, max(control.remaining_s, 0.0)))
                 control.signal.check()
                 raise
-            except ServerUnavailableError as exc:
+            except errors.ServerUnavailableError as exc:
                 control.options.wait(control.signal, min(backoff.next_s(exc.retry), max(control.remaining_s, 0.0)))
                 control.signal.check()
                 if control.remaining_s <= 0:
-                    raise PeerError("TIMEOUT", f"no file of {sender} came through the server in time: {exc}") from exc
-            except CallRefusedError as exc:
-                raise PeerError("REFUSED", f"the server refuses to pass on a file of {sender}: {exc}") from exc
+                    raise errors.PeerError(
+                        "TIMEOUT", f"no file of {sender} came through the server in time: {exc}"
+                    ) from exc
+            except errors.CallRefusedError as exc:
+                raise errors.PeerError("REFUSED", f"the server refuses to pass on a file of {sender}: {exc}") from exc
             else:
                 if num_received < size_bytes:
-                    raise PeerError("WRONG_SIZE", f"{num_received} of {size_bytes} bytes came from {sender}")
+                    raise errors.PeerError("WRONG_SIZE", f"{num_received} of {size_bytes} bytes came from {sender}")
 
     # --- rings -----------------------------------------------------------------------------------------------
 
     def send_chunk(self, receiver: Contact, name: ChunkName, content: bytes, control: Control) -> None:
         """Send a chunk of a ring through the server."""
-        message = RelayMessage(self.exchange, self.own, self._verify(receiver), name.relayed)
+        message = relay.RelayMessage(self.exchange, self.own, self._verify(receiver), name.relayed)
         sealed = message.seal(self.key, content)
         try:
             parts = Content((memoryview(sealed),))
             transfer.upload(self.connection, self.token, parts, control, receiver.silo, name.relayed)
-        except TransferError as exc:
-            raise PeerError("REFUSED", f"the chunk for {receiver.silo} could not be sent: {exc}") from exc
+        except errors.TransferError as exc:
+            raise errors.PeerError("REFUSED", f"the chunk for {receiver.silo} could not be sent: {exc}") from exc
         self.counter.add(sent=len(sealed))
 
     def receive_chunk(self, sender: Contact, name: ChunkName, size_bytes: int, control: Control) -> bytes:
@@ -254,18 +243,20 @@ class PeerNetwork:
             content = fetch_chunk(channel, file, control.remaining_s, control.signal, control.options)
             self.counter.add(received=size_bytes)
             return content
-        message = RelayMessage(self.exchange, self._verify(sender), self.own, name.relayed)
+        message = relay.RelayMessage(self.exchange, self._verify(sender), self.own, name.relayed)
         while True:
             received = bytearray()
             try:
-                sealed_bytes = size_bytes + TAG_BYTES
+                sealed_bytes = size_bytes + relay.TAG_BYTES
                 self._receive(sender.silo, name.relayed, sealed_bytes, received.extend, CHUNK_WAIT_S, control)
                 return message.open(self.key, bytes(received))
-            except NotSentYetError as exc:
+            except errors.NotSentYetError as exc:
                 if control.remaining_s <= 0:
-                    raise PeerError("TIMEOUT", f"{sender.silo} sent no chunk through the server in time") from exc
+                    raise errors.PeerError(
+                        "TIMEOUT", f"{sender.silo} sent no chunk through the server in time"
+                    ) from exc
             except SecureAggregationError as exc:
-                raise PeerError("WRONG_DIGEST", f"the chunk of {sender.silo}: {exc}") from exc
+                raise errors.PeerError("WRONG_DIGEST", f"the chunk of {sender.silo}: {exc}") from exc
 
     def _connect(self, sender: Contact, control: Control) -> grpc.Channel:
         channel = self._channels.get(sender.silo)
@@ -277,7 +268,7 @@ class PeerNetwork:
 
 def _check_digest(remote: RemoteFile) -> None:
     if not is_digest(remote.digest):  # it becomes the name of a file
-        raise PeerError("WRONG_DIGEST", f"the server names the file {remote.digest!r}, which is no SHA-256")
+        raise errors.PeerError("WRONG_DIGEST", f"the server names the file {remote.digest!r}, which is no SHA-256")
 
 
 _SENDERS = 1
@@ -365,9 +356,9 @@ class RelayOffers:
         """Send a file; if that fails, the receiver does without it."""
         try:
             self._network.send(delivery.receiver, delivery.digest, delivery.path, control)
-        except Cancelled:
+        except errors.Cancelled:
             pass
-        except (TransferError, CallError, OSError) as exc:
+        except (errors.TransferError, errors.CallError, OSError) as exc:
             if not control.signal.is_set():
                 fields = {"peer": delivery.receiver.silo}
                 _logger.warning("A file could not be sent to another silo: %s", exc, extra=fields)

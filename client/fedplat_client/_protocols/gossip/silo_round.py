@@ -14,17 +14,6 @@ from fedplat.errors import GossipError
 from fedplat.gossip import steps
 from fedplat.gossip.messages import Announcement
 from fedplat.gossip.ring import key_payload
-from fedplat.gossip.steps import (
-    AdoptMean,
-    Contact,
-    FetchModels,
-    Leave,
-    MixModels,
-    ReduceModels,
-    SendKey,
-    SiloReport,
-    SiloStep,
-)
 from fedplat.secure_aggregation.primitives import KeyPair
 from fedplat.wire.v1 import model_pb2
 from fedplat_client._protocols.gossip.calls import PhaseWatch, SiloCalls, limit_time
@@ -94,32 +83,32 @@ class SiloRound:
         step = self._calls.take()  # a restarted silo may have to mix before it trains
         while True:
             self._serve(step)
-            if isinstance(step.instruction, Leave):
+            if isinstance(step.instruction, steps.Leave):
                 self._model.end_round()
                 return
             step = self._act(step)
             self._model.count_bytes(*self._network.counter.take())
 
-    def _act(self, step: SiloStep) -> SiloStep:
+    def _act(self, step: steps.SiloStep) -> steps.SiloStep:
         """Do what a step says; return the next one."""
         match step.instruction:
-            case FetchModels():
+            case steps.FetchModels():
                 return self._fetch(step, step.instruction)
-            case MixModels():
+            case steps.MixModels():
                 self._mix(step.instruction)
                 return self._calls.take()
-            case SendKey():
+            case steps.SendKey():
                 return self._calls.take(self._offer_key(step.instruction.attempt))
-            case ReduceModels():
+            case steps.ReduceModels():
                 return self._reduce(step, step.instruction)
-            case AdoptMean():
+            case steps.AdoptMean():
                 return self._adopt(step.instruction)
             case _:
                 return self._calls.wait(step) if self._is_announced else self._announce()
 
     # --- what others may have --------------------------------------------------------------------------------
 
-    def _serve(self, step: SiloStep) -> None:
+    def _serve(self, step: steps.SiloStep) -> None:
         """Let other silos have what the step says."""
         with contextlib.suppress(PeerError):  # the certificate of the port is still valid
             self._network.port.keep_certificate(self._calls.control.signal)
@@ -136,7 +125,7 @@ class SiloRound:
             receivers = (each for each in self._filter_trusted(step.mean_receivers) if each.relay_key or not needs_one)
             self._means.update(Delivery(receiver, mean.digest, path) for receiver in receivers)
 
-    def _filter_trusted(self, receivers: Iterable[Contact]) -> Iterator[Contact]:
+    def _filter_trusted(self, receivers: Iterable[steps.Contact]) -> Iterator[steps.Contact]:
         for each in receivers:
             if self._network.is_trusted(each):
                 yield each
@@ -146,7 +135,7 @@ class SiloRound:
 
     # --- announcing, and the models of neighbours ------------------------------------------------------------
 
-    def _announce(self) -> SiloStep:
+    def _announce(self) -> steps.SiloStep:
         """Train, unless a trained model is there, and announce the model."""
         state = self._model.state
         if self._work.trains and not state.is_trained and state.prepared != self._work.round:
@@ -171,7 +160,7 @@ class SiloRound:
         sent, received = state.said_bytes
         return steps.Announce(announcement, metrics | {"sent_bytes": float(sent), "received_bytes": float(received)})
 
-    def _fetch(self, step: SiloStep, wanted: FetchModels) -> SiloStep:
+    def _fetch(self, step: steps.SiloStep, wanted: steps.FetchModels) -> steps.SiloStep:
         """Get models, and report each that is there or cannot be got."""
         with PhaseWatch(self._calls, step) as watch:
             found = fetch_models(wanted.models, self._model, self._network, watch.phase)
@@ -183,7 +172,7 @@ class SiloRound:
         self._calls.control.signal.check()
         return watch.following or self._calls.take()
 
-    def _store(self, fetched: Fetched) -> SiloReport:
+    def _store(self, fetched: Fetched) -> steps.SiloReport:
         """Store a model that was fetched; return the report of it."""
         silo, digest, path = fetched.offered.contact.silo, fetched.offered.digest, fetched.path
         if path is not None:
@@ -194,7 +183,7 @@ class SiloRound:
                 _logger.warning("The model of a neighbour is not used: %s", exc, extra={"peer": silo})
         return steps.Exchanged(missed=(silo,))
 
-    def _mix(self, instruction: MixModels) -> None:
+    def _mix(self, instruction: steps.MixModels) -> None:
         row = instruction.row
         if not self._model.mix(row):
             _logger.warning(
@@ -204,7 +193,7 @@ class SiloRound:
 
     # --- rings -----------------------------------------------------------------------------------------------
 
-    def _offer_key(self, attempt: int) -> SiloReport:
+    def _offer_key(self, attempt: int) -> steps.SiloReport:
         """Return a fresh key for an attempt; or the mean of an earlier one, once, which then stands."""
         mean, number = self._model.state.mean, self._work.round
         has_mean = mean is not None and mean.round == number and 0 < mean.attempt < attempt
@@ -215,7 +204,7 @@ class SiloRound:
         payload = key_payload(self._work.job_id, number, attempt, self._network.own.client_id, pair.public)
         return steps.OfferKey(attempt, pair.public, self._work.sign(payload), self._model.find_largest())
 
-    def _reduce(self, step: SiloStep, instruction: ReduceModels) -> SiloStep:
+    def _reduce(self, step: steps.SiloStep, instruction: steps.ReduceModels) -> steps.SiloStep:
         """Take part in a ring, and report the mean, or where the ring broke."""
         ring, mean, own = instruction.ring, self._model.state.mean, self._network.own.client_id
         if mean is not None and (mean.round, mean.attempt) == (ring.round, ring.attempt):
@@ -257,7 +246,7 @@ class SiloRound:
 
     # --- means -----------------------------------------------------------------------------------------------
 
-    def _adopt(self, instruction: AdoptMean) -> SiloStep:
+    def _adopt(self, instruction: steps.AdoptMean) -> steps.SiloStep:
         """Replace the silo's model by a mean, once its file is there."""
         digest = instruction.digest
         path = self._model.find(digest) or self._get_mean(instruction)
@@ -272,7 +261,7 @@ class SiloRound:
         self._num_mean_tries = 0
         return self._calls.take()
 
-    def _get_mean(self, instruction: AdoptMean) -> Path | None:
+    def _get_mean(self, instruction: steps.AdoptMean) -> Path | None:
         """Return the file of a mean from one of its holders; None if none of them can send it now."""
         remote = RemoteFile(instruction.digest, self._model.mean_bytes)
         limit_s = _MEAN_TRY_S * 2.0 ** min(self._num_mean_tries, _MAX_DOUBLINGS)  # the file may be large
@@ -289,7 +278,7 @@ class SiloRound:
                     _logger.info("The mean does not come from a silo yet: %s", exc, extra={"peer": holder.silo})
         return None
 
-    def _ask_for_mean(self, instruction: AdoptMean) -> SiloStep:
+    def _ask_for_mean(self, instruction: steps.AdoptMean) -> steps.SiloStep:
         """Wait a while for a mean; announce the silo's model before, so that silos send the mean through the server.
 
         The model itself does not count until the silo has the mean. In the last round no silo waits for this one, so it

@@ -24,15 +24,7 @@ from fedplat.model import Parameters, Vector, is_finite
 from fedplat.pytorch import server
 from fedplat.pytorch.distributed import STEP_BYTES, Ranks, work_in_steps
 from fedplat.pytorch.server.trainer import make_on_all_ranks
-from fedplat_server.workers.task_inputs import (
-    EvaluateReply,
-    EvaluateRequest,
-    TeacherModels,
-    TrainerReference,
-    TrainProgress,
-    TrainReply,
-    TrainRequest,
-)
+from fedplat_server.workers import task_inputs
 
 TURN_S = 0.25
 """About how long a training runs before it lets other tasks run."""
@@ -42,18 +34,18 @@ Note: TypeAlias = Callable[[bytes], None]
 
 def train(ranks: Ranks, request: bytes, messages: Iterator[bytes], note: Note) -> bytes:
     """Train a model by a `TrainRequest`; return a `TrainReply`."""
-    decoded = decode_with_plugins(request, TrainRequest)
+    decoded = decode_with_plugins(request, task_inputs.TrainRequest)
     try:
         reply = _train(ranks, decoded, note)
     except FedplatError as exc:  # raised on all ranks; any other error ends the ranks
-        reply = TrainReply(error=str(exc))
+        reply = task_inputs.TrainReply(error=str(exc))
     _wait_for_end(messages)
     return msgspec.msgpack.encode(reply)
 
 
 def evaluate(ranks: Ranks, request: bytes, messages: Iterator[bytes], note: Note) -> bytes:
     """Evaluate a model by an `EvaluateRequest`; return an `EvaluateReply`."""
-    decoded = decode_with_plugins(request, EvaluateRequest)
+    decoded = decode_with_plugins(request, task_inputs.EvaluateRequest)
     try:
         trainer = make_on_all_ranks(ranks, lambda: _load(decoded.trainer))
         whole = make_on_all_ranks(ranks, lambda: Parameters.open(decoded.model), "the model's file")
@@ -63,9 +55,9 @@ def evaluate(ranks: Ranks, request: bytes, messages: Iterator[bytes], note: Note
         metrics = server.evaluate(ranks, trainer, model, parallel=decoded.parallel)
         if bad := [name for name, value in metrics.items() if not math.isfinite(value)]:
             raise TrainingError(f"the metric {bad[0]!r} is {metrics[bad[0]]}; expected a finite number")
-        reply = EvaluateReply(metrics=metrics)
+        reply = task_inputs.EvaluateReply(metrics=metrics)
     except FedplatError as exc:
-        reply = EvaluateReply(error=str(exc))
+        reply = task_inputs.EvaluateReply(error=str(exc))
     _wait_for_end(messages)
     return msgspec.msgpack.encode(reply)
 
@@ -93,11 +85,11 @@ class _ProgressReporter:
         interval = round(self._interval * min(2.0, TURN_S / max(elapsed_s, 1e-6)))
         # Rank 0 decides, since all ranks must pause after the same step.
         self._interval = self._steps_left = int.from_bytes(self._ranks.broadcast(max(1, interval).to_bytes(8)))
-        self._note(msgspec.msgpack.encode(TrainProgress(done, total)))
+        self._note(msgspec.msgpack.encode(task_inputs.TrainProgress(done, total)))
         self._started_at = time.monotonic()
 
 
-def _train(ranks: Ranks, request: TrainRequest, note: Note) -> TrainReply:
+def _train(ranks: Ranks, request: task_inputs.TrainRequest, note: Note) -> task_inputs.TrainReply:
     trainer = make_on_all_ranks(ranks, lambda: _load(request.trainer))
     options = request.warm_start or request.server_step
     assert options is not None
@@ -127,11 +119,11 @@ def _train(ranks: Ranks, request: TrainRequest, note: Note) -> TrainReply:
         if trained is not None and ranks.is_first:
             _write(Path(request.result), _merge(whole, model))
     if trained is None:  # the job needs fewer ranks, and not this one
-        return TrainReply()
+        return task_inputs.TrainReply()
     losses = trained.losses
     tenth = max(1, len(losses) // 10)
     first, last = (float(np.mean(part)) for part in (losses[:tenth], losses[-tenth:]))
-    return TrainReply(
+    return task_inputs.TrainReply(
         num_steps=len(losses),
         num_examples=trained.num_examples,
         first_loss=first,
@@ -185,7 +177,7 @@ def _check_finite(group: Ranks, model: Parameters) -> None:
         )
 
 
-def _load(trainer: TrainerReference) -> server.ServerTrainer:
+def _load(trainer: task_inputs.TrainerReference) -> server.ServerTrainer:
     """Import a trainer. Raises `UserCodeError` if that fails, `ValueError` if the object is not a `ServerTrainer`."""
     loaded = user_code.load(trainer.reference, Path(trainer.folder))
     if not isinstance(loaded, server.ServerTrainer):
@@ -195,7 +187,7 @@ def _load(trainer: TrainerReference) -> server.ServerTrainer:
     return loaded
 
 
-def _load_teachers(teachers: TeacherModels, requirements: ClientRequirements) -> Iterator[Parameters]:
+def _load_teachers(teachers: task_inputs.TeacherModels, requirements: ClientRequirements) -> Iterator[Parameters]:
     """Yield the clients' models."""
     base = Parameters.open(teachers.base)
     step: Vector = np.empty(base.schema.num_floating, np.float32)
