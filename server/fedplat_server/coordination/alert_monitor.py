@@ -30,7 +30,7 @@ from fedplat_server.database.store import Store
 from fedplat_server.errors import LeadershipLostError, StoreError
 from fedplat_server.instruments import FullWrites
 from fedplat_server.records import events
-from fedplat_server.records.events import EventRow
+from fedplat_server.records.events import Alert, EventRow, Severity
 from fedplat_server.storage.object_store import StoreHealth
 
 EPSILON_INTERVAL_S = 60.0
@@ -163,16 +163,16 @@ class AlertMonitor:
             self._jobs[job_id] = _JobTimes(self._now(), self._now())
         return self._jobs[job_id]
 
-    def evaluate(self, disk: DiskSpace) -> Sequence[tuple[alerts.Alert, float]]:
+    def evaluate(self, disk: DiskSpace) -> Sequence[tuple[Alert, float]]:
         """Return the present alerts, the most severe first, each with the time since which it lasts."""
         self._seen.update(self._find_alerts(disk), self._unix_s())
         return self._seen.current
 
-    def restore_alerts(self, raised: Iterable[tuple[alerts.Alert, float]]) -> None:
+    def restore_alerts(self, raised: Iterable[tuple[Alert, float]]) -> None:
         """Continue with alerts that were raised before a restart, each with the time since which it lasts."""
         self._seen.load(raised)
 
-    def _find_alerts(self, disk: DiskSpace) -> list[alerts.Alert]:
+    def _find_alerts(self, disk: DiskSpace) -> list[Alert]:
         days_left, full_unix_s = self._days_left(), self._full_writes.last_unix_s
         server = alerts.ServerFacts(
             certificate_s=None if days_left is None else days_left * alerts.DAY_S,
@@ -354,6 +354,6 @@ class AlertRecorder:
                 logs.get().warning("changed alerts could not be stored", error=str(exc))
 
 
-def _restore(event: EventRow) -> alerts.Alert:
+def _restore(event: EventRow) -> Alert:
     # Only its identity and its text matter: the next evaluation makes it anew, or ends it.
-    return alerts.Alert(event.subject, alerts.Severity.WARNING, event.text, "", event.job_id, event.population)
+    return Alert(event.subject, Severity.WARNING, event.text, "", event.job_id, event.population)

@@ -219,8 +219,9 @@ class WebhookStore:
 
 def _webhook(row: rows.Row, pending: rows.Row | None = None) -> WebhookRecord:
     kept: rows.Values = {name: getattr(row, name) for name in rows.field_names(WebhookRecord) if name in webhooks.c}
+    kept["types"] = tuple(row.types)
     return WebhookRecord(
-        **kept | {"types": tuple(row.types)},
+        **kept,
         num_pending=pending.total if pending is not None else 0,
         oldest_unix_s=(pending.unix_s or 0.0) if pending is not None else 0.0,
     )

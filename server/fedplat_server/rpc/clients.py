@@ -23,7 +23,7 @@ from fedplat_server.database.clients import ClientFilter, ClientRecord, Enrollme
 from fedplat_server.database.sql_clients import ClientStore
 from fedplat_server.database.sql_fleet import AvailabilityHour, FleetStore
 from fedplat_server.errors import Code, RefusedError
-from fedplat_server.messages import validation
+from fedplat_server.messages import convert, validation
 from fedplat_server.rpc import pages
 from fedplat_server.rpc.handlers import Context
 from fedplat_server.rpc.operator_access import current_operator
@@ -114,14 +114,11 @@ class ClientsService(admin_pb2_grpc.ClientsServicer):
         key = coordinator.assignment_of(record.client_id)
         assignment = coordinator.find(key, record.client_id) if key is not None else None
         offer = self.clients.find_offer(record.client_id)
-        return admin_pb2.Client(
-            client_id=record.client_id,
-            population=record.population,
-            labels=dict(record.labels),
+        return convert.encode(
+            admin_pb2.Client,
+            record,
             state=self._state(record),
-            enrolled_unix_s=record.enrolled_unix_s,
             last_seen_unix_s=self.clients.last_seen_unix_s.get(record.client_id, 0.0),
-            software_version=record.software_version,
             job_id=key.job_id if key is not None else self._find_overdue(record.client_id),
             enrollment_id=record.token_id,
             progress=self.progress.get(assignment) if assignment is not None else None,
@@ -142,15 +139,8 @@ class ClientsService(admin_pb2_grpc.ClientsServicer):
 
 
 def _enrollment(token: EnrollmentToken) -> admin_pb2.Enrollment:
-    return admin_pb2.Enrollment(
-        enrollment_id=token.token_id,
-        population=token.population,
-        num_uses=token.num_uses,
-        num_left=token.num_left,
-        created_unix_s=token.created_unix_s,
-        expires_unix_s=token.expires_unix_s,
-        state=token.describe_problem(time.time()) or "open",
-    )
+    state = token.describe_problem(time.time()) or "open"
+    return convert.encode(admin_pb2.Enrollment, token, enrollment_id=token.token_id, state=state)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -272,10 +272,10 @@ async def _translate_errors(context: Context, method: str) -> AsyncGenerator[Non
 
 
 async def _abort(context: Context, refused: RefusedError) -> None:
-    trailers = [(auth.METADATA_CODE, refused.code.value)]
+    trailers = [(auth.METADATA_CODE, refused.code.name)]
     if refused.retry is not None:
         trailers.append((wire.METADATA_RETRY, f"{refused.retry.min_s:g} {refused.retry.max_s:g}"))
-    await context.abort(STATUSES[refused.code], _shorten(str(refused)), tuple(trailers))
+    await context.abort(grpc.StatusCode[refused.code.status], _shorten(str(refused)), tuple(trailers))
 
 
 def _shorten(text: str) -> str:
@@ -283,62 +283,3 @@ def _shorten(text: str) -> str:
     if len(quoted) <= MAX_QUOTED:
         return text
     return unquote(re.sub("%.?$", "", quoted[:MAX_QUOTED]), errors="ignore") + " ..."
-
-
-_S = grpc.StatusCode
-STATUSES: Mapping[Code, grpc.StatusCode] = {
-    Code.NO_OPERATOR: _S.UNAUTHENTICATED,
-    Code.ROLE_TOO_LOW: _S.PERMISSION_DENIED,
-    Code.TOO_MANY_LOGINS: _S.RESOURCE_EXHAUSTED,
-    Code.NAME_TAKEN: _S.ALREADY_EXISTS,
-    Code.NO_SUCH_OPERATOR: _S.NOT_FOUND,
-    Code.LAST_ADMIN: _S.FAILED_PRECONDITION,
-    Code.NO_SUCH_WEBHOOK: _S.NOT_FOUND,
-    Code.TOO_MANY_WEBHOOKS: _S.FAILED_PRECONDITION,
-    Code.UNAUTHENTICATED: _S.UNAUTHENTICATED,
-    Code.BAD_SIGNATURE: _S.UNAUTHENTICATED,
-    Code.REPLAYED: _S.UNAUTHENTICATED,
-    Code.SESSION_UNKNOWN: _S.UNAUTHENTICATED,
-    Code.CHALLENGE_EXPIRED: _S.UNAUTHENTICATED,
-    Code.CLIENT_UNKNOWN: _S.UNAUTHENTICATED,
-    Code.FENCED: _S.PERMISSION_DENIED,
-    Code.REVOKED: _S.PERMISSION_DENIED,
-    Code.CERTIFICATE_UNKNOWN: _S.UNAUTHENTICATED,
-    Code.CERTIFICATE_EXPIRED: _S.UNAUTHENTICATED,
-    Code.NO_CERTIFICATES: _S.FAILED_PRECONDITION,
-    Code.TOKEN_UNKNOWN: _S.UNAUTHENTICATED,
-    Code.TOKEN_REFUSED: _S.PERMISSION_DENIED,
-    Code.UNSUPPORTED_VERSION: _S.FAILED_PRECONDITION,
-    Code.INVALID_REQUEST: _S.INVALID_ARGUMENT,
-    Code.INVALID_JOB_FILE: _S.INVALID_ARGUMENT,
-    Code.INVALID_MODEL: _S.INVALID_ARGUMENT,
-    Code.NO_SUCH_CLIENT: _S.NOT_FOUND,
-    Code.NO_SUCH_ENROLLMENT: _S.NOT_FOUND,
-    Code.NO_SUCH_JOB: _S.NOT_FOUND,
-    Code.AMBIGUOUS_JOB: _S.INVALID_ARGUMENT,
-    Code.NO_SUCH_ROUND: _S.NOT_FOUND,
-    Code.NO_SUCH_VERSION: _S.NOT_FOUND,
-    Code.VERSION_REMOVED: _S.NOT_FOUND,
-    Code.HELD_BY_CLIENTS: _S.NOT_FOUND,
-    Code.NO_SUCH_MODEL: _S.NOT_FOUND,
-    Code.NO_SUCH_EVALUATOR: _S.FAILED_PRECONDITION,
-    Code.NO_SUCH_TRAINER: _S.FAILED_PRECONDITION,
-    Code.ILLEGAL_ACTION: _S.FAILED_PRECONDITION,
-    Code.OVER_BUDGET: _S.FAILED_PRECONDITION,
-    Code.STALE_ASSIGNMENT: _S.NOT_FOUND,
-    Code.WRONG_OFFSET: _S.OUT_OF_RANGE,
-    Code.TOO_LARGE: _S.INVALID_ARGUMENT,
-    Code.UPLOAD_INCOMPLETE: _S.ABORTED,
-    Code.NOT_SENT_YET: _S.UNAVAILABLE,
-    Code.TOO_SLOW: _S.DEADLINE_EXCEEDED,
-    Code.TOO_MANY_CALLS: _S.RESOURCE_EXHAUSTED,
-    Code.TOO_MANY_STREAMS: _S.RESOURCE_EXHAUSTED,
-    Code.TOO_MANY_REQUESTS: _S.RESOURCE_EXHAUSTED,
-    Code.TOO_MANY_BYTES: _S.RESOURCE_EXHAUSTED,
-    Code.TOO_MANY_UPLOADS: _S.RESOURCE_EXHAUSTED,
-    Code.DRAINING: _S.UNAVAILABLE,
-    Code.NO_LEADER: _S.UNAVAILABLE,
-    Code.STORE_UNAVAILABLE: _S.UNAVAILABLE,
-    Code.STORAGE_FULL: _S.RESOURCE_EXHAUSTED,
-    Code.INTERNAL: _S.INTERNAL,
-}

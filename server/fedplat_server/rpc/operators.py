@@ -10,6 +10,7 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from typing_extensions import override
@@ -21,14 +22,14 @@ from fedplat_server import __version__
 from fedplat_server.auth import addresses
 from fedplat_server.auth.tls import Certificates
 from fedplat_server.coordination.alert_monitor import AlertMonitor, DiskSpace
-from fedplat_server.coordination.alerts import Alert, Severity
 from fedplat_server.coordination.runner import Runner
 from fedplat_server.database.store import Store
 from fedplat_server.errors import Code, ConfigError, LastAdminError, OperatorError, RefusedError
 from fedplat_server.instruments import FullWrites
 from fedplat_server.messages import convert, validation
 from fedplat_server.records import operators
-from fedplat_server.records.audit import AuditAction, AuditEntry, AuditFilter, AuditRow
+from fedplat_server.records.audit import AuditAction, AuditEntry, AuditFilter
+from fedplat_server.records.events import Alert, Severity
 from fedplat_server.records.lease import Lease
 from fedplat_server.records.operators import OperatorRecord
 from fedplat_server.rpc import pages
@@ -119,7 +120,7 @@ class OperatorsService(admin_pb2_grpc.OperatorsServicer):
             await self.store.operators.add_operator(record, token_hash, [entry])
         except OperatorError as exc:
             raise RefusedError(Code.NAME_TAKEN, str(exc)) from exc
-        return admin_pb2.AddOperatorResponse(operator=_operator(record), token=token)
+        return admin_pb2.AddOperatorResponse(operator=convert.encode(admin_pb2.Operator, record), token=token)
 
     @override
     async def ListOperators(
@@ -127,7 +128,7 @@ class OperatorsService(admin_pb2_grpc.OperatorsServicer):
     ) -> admin_pb2.ListOperatorsResponse:
         size, after = pages.size(request.page_size), pages.token(request.page_token, pages.NAME)
         records = await self.store.operators.list_operators(after=after, limit=size + 1)
-        page, token = pages.cut(records, size, _operator, lambda record: record.name)
+        page, token = pages.cut(records, size, partial(convert.encode, admin_pb2.Operator), lambda record: record.name)
         return admin_pb2.ListOperatorsResponse(operators=page, next_page_token=token)
 
     @override
@@ -158,40 +159,12 @@ class OperatorsService(admin_pb2_grpc.OperatorsServicer):
         )
         first = min(request.after_sequence, 2**62)
         rows = await self.store.audit.list_rows(last[0] if last is not None else first, size + 1, which)
-        events, token = pages.cut(rows, size, _audit_event, lambda row: str(row.sequence))
+        events, token = pages.cut(
+            rows, size, partial(convert.encode, admin_pb2.AuditEvent), lambda row: str(row.sequence)
+        )
         total = await self.store.audit.count_rows(first, which)
         return admin_pb2.ListAuditResponse(events=events, next_page_token=token, total=total)
 
 
 def _alert(alert: Alert, since_unix_s: float) -> admin_pb2.Alert:
-    return admin_pb2.Alert(
-        name=alert.name,
-        severity=_SEVERITIES[alert.severity],
-        text=alert.text,
-        remedy=alert.remedy,
-        job_id=alert.job_id,
-        population=alert.population,
-        since_unix_s=since_unix_s,
-    )
-
-
-def _audit_event(row: AuditRow) -> admin_pb2.AuditEvent:
-    return admin_pb2.AuditEvent(
-        sequence=row.sequence,
-        unix_s=row.unix_s,
-        actor=row.actor,
-        action=row.action,
-        subject=row.subject,
-        details=row.details,
-        previous_hash=row.previous_hash,
-        hash=row.hash,
-    )
-
-
-def _operator(record: OperatorRecord) -> admin_pb2.Operator:
-    return admin_pb2.Operator(
-        name=record.name,
-        role=record.role,
-        created_unix_s=record.created_unix_s,
-        expires_unix_s=record.expires_unix_s or 0.0,
-    )
+    return convert.encode(admin_pb2.Alert, alert, severity=_SEVERITIES[alert.severity], since_unix_s=since_unix_s)

@@ -47,12 +47,10 @@ _REPORTED = frozenset({AssignmentState.REPORTED, AssignmentState.MERGED})
 def reasons(outcomes: Iterable[OutcomeCount]) -> list[admin_pb2.ReasonCount]:
     """Encode how assignments ended, with a description of each reason."""
     return [
-        admin_pb2.ReasonCount(
-            state=outcome.state,
-            reason=outcome.reason or "",
-            count=outcome.count,
+        convert.encode(
+            admin_pb2.ReasonCount,
+            outcome,
             text=REASON_TEXTS[outcome.reason] if outcome.reason is not None else "",
-            example=outcome.example,
         )
         for outcome in outcomes
     ]
