@@ -293,10 +293,7 @@ def run(**options: Unpack[_RunOptions]) -> None:
     "num_partitions are values of it, too.",
 )
 @click.option(
-    "--run-config",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Change a value of [tool.flwr.app.config]; repeatable.",
+    "--run-config", multiple=True, metavar="KEY=VALUE", help="Change a value of [tool.flwr.app.config]; repeatable."
 )
 @_add_options(_RUN_OPTIONS)
 def flower(**options: Unpack[_FlowerOptions]) -> None:

@@ -85,11 +85,7 @@ class LeaseElection(Election):
     """The election for daemons that share a database, by a lease stored in it."""
 
     def __init__(
-        self,
-        leases: LeaseStore,
-        candidate: Candidate,
-        times: LeaseTimes,
-        clock: Callable[[], float] = time.monotonic,
+        self, leases: LeaseStore, candidate: Candidate, times: LeaseTimes, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._leases = leases
         self._candidate = candidate

@@ -41,13 +41,7 @@ class SecureExchange:
     Methods raise `AssignmentFailedError` if a message of the server must not be accepted, and `Cancelled`.
     """
 
-    def __init__(
-        self,
-        setup: Setup,
-        participant: Participant,
-        served: ServedAttempts,
-        calls: StepCalls,
-    ) -> None:
+    def __init__(self, setup: Setup, participant: Participant, served: ServedAttempts, calls: StepCalls) -> None:
         self._setup = setup
         self._participant = participant
         self._served = served

@@ -30,12 +30,7 @@ def read_codec(assignment: fleet_pb2.Assignment, plugins: Plugins) -> codecs.Cod
 
 
 def encode(
-    assignment: fleet_pb2.Assignment,
-    update: Values,
-    format: Format,
-    seed: int,
-    residuals: Residuals,
-    merged: WasMerged,
+    assignment: fleet_pb2.Assignment, update: Values, format: Format, seed: int, residuals: Residuals, merged: WasMerged
 ) -> Content:
     """Return the encoded file of an update.
 
@@ -60,12 +55,7 @@ def encode(
 
 
 def _encode_with_feedback(
-    assignment: fleet_pb2.Assignment,
-    update: Values,
-    format: Format,
-    seed: int,
-    residuals: Residuals,
-    merged: WasMerged,
+    assignment: fleet_pb2.Assignment, update: Values, format: Format, seed: int, residuals: Residuals, merged: WasMerged
 ) -> Content | None:
     """Return None if the new residual exceeds the size limit; the stored residual then stays."""
     size, name = format.schema.num_floating, hashlib.sha256(format.prefix).hexdigest()

@@ -20,10 +20,7 @@ class ProcessGroup(Protocol):
         ...
 
     def follow(
-        self,
-        trainers: Mapping[str, TrainFunction],
-        evaluators: Mapping[str, EvaluateFunction],
-        plugins: Plugins,
+        self, trainers: Mapping[str, TrainFunction], evaluators: Mapping[str, EvaluateFunction], plugins: Plugins
     ) -> None:
         """Join the trainings and evaluations of the leading process until it ends."""
         ...

@@ -140,10 +140,7 @@ class LaunchedGroup:
             yield ranks
 
     def follow(
-        self,
-        trainers: Mapping[str, TrainFunction],
-        evaluators: Mapping[str, EvaluateFunction],
-        plugins: Plugins,
+        self, trainers: Mapping[str, TrainFunction], evaluators: Mapping[str, EvaluateFunction], plugins: Plugins
     ) -> None:
         """Join what rank 0 announces, until it ends. Raises `ClientError` if rank 0 is gone."""
         while (message := self._receive_from_leader()) != _END:
@@ -171,10 +168,7 @@ class LaunchedGroup:
             self._publish(_END)
 
     def _join(
-        self,
-        announcement: _Announcement,
-        function: Callable[[Task], TrainResult | EvaluateResult],
-        plugins: Plugins,
+        self, announcement: _Announcement, function: Callable[[Task], TrainResult | EvaluateResult], plugins: Plugins
     ) -> None:
         owner = os.getpid()
         with join_group(announcement.backend, announcement.timeout_s, self._group_store()) as self._ranks:

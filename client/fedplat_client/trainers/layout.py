@@ -73,11 +73,7 @@ class LayoutProcesses(MultiProcess):
         return TrainResult(delta=update, num_examples=num_examples, metrics=metrics)
 
     def evaluate(
-        self,
-        trainee: training.Trainee,
-        examples: training.Examples,
-        batch_size: int,
-        progress: Callable[[float], None],
+        self, trainee: training.Trainee, examples: training.Examples, batch_size: int, progress: Callable[[float], None]
     ) -> Mapping[str, float]:
         """Return the scores of the model, on all ranks; a cancelled evaluation ends on all of them."""
         after_step = follow_first(self._ranks, lambda done, total: _report(progress, done / total))

@@ -84,11 +84,7 @@ class _Commands(typer.core.TyperGroup):
 
 
 app = typer.Typer(
-    cls=_Commands,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
 )
 database_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(database_app, name="db", help="Manage the database.")

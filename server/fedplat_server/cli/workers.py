@@ -81,8 +81,7 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
 
 @app.command()
 def status(
-    data_dir: DataDir = DEFAULT_DATA_DIR,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    data_dir: DataDir = DEFAULT_DATA_DIR, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 ) -> None:
     """Show the worker pool of DATA_DIR.
 

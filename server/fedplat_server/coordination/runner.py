@@ -213,12 +213,7 @@ class Runner:
                 item.answer.set_result(verdict)
 
     async def _was_saved(
-        self,
-        proposal: Proposal,
-        save_id: str,
-        batch: list[_Item],
-        exc: StoreUnavailableError,
-        rng: np.random.Generator,
+        self, proposal: Proposal, save_id: str, batch: list[_Item], exc: StoreUnavailableError, rng: np.random.Generator
     ) -> bool:
         """Query the database until it answers whether the changes were stored. Meanwhile callers receive the error."""
         logs.get().error("the database does not answer", events=len(batch), error=str(exc))

@@ -231,11 +231,7 @@ class LastAttempt(NamedTuple):
 
 
 def job_record(
-    row: Row,
-    files: job_files.JobFileReader,
-    latest: rounds.ModelVersion,
-    last: LastAttempt,
-    past: ReportHistory,
+    row: Row, files: job_files.JobFileReader, latest: rounds.ModelVersion, last: LastAttempt, past: ReportHistory
 ) -> JobRecord:
     """Read a row of `jobs`, with the job's latest version, last attempt and reports from other tables."""
     spec, problem = files.read(row)

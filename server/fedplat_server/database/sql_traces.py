@@ -103,10 +103,7 @@ def _read_phases(connection: Connection, window: _Window, key: AttemptKey) -> tu
 def _read_assignments(connection: Connection, window: _Window, limit: int) -> tuple[EndedAssignment, ...]:
     mine = assignments.c
     same = and_(
-        mine.job_id == _H.job_id,
-        mine.round == _H.round,
-        mine.number == _H.attempt,
-        mine.client_id == _H.client_id,
+        mine.job_id == _H.job_id, mine.round == _H.round, mine.number == _H.attempt, mine.client_id == _H.client_id
     )
     columns = [_H[name] for name in ("round", "attempt", "client_id", "unix_s")]
     columns += [mine[name] for name in ("state", "reason", "base_version", "update_bytes", "assigned_unix_s")]

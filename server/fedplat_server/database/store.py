@@ -36,10 +36,7 @@ from fedplat_server.instruments import Instruments
 
 
 async def open_store(
-    database: str,
-    clock: Clock = time.time,
-    plugins: Plugins = BUILTIN,
-    instruments: Instruments | None = None,
+    database: str, clock: Clock = time.time, plugins: Plugins = BUILTIN, instruments: Instruments | None = None
 ) -> Store:
     """Open the database at a path or URL. `plugins` are those of this process, with which it reads job files.
 

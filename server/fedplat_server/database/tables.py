@@ -216,10 +216,7 @@ assignments = sa.Table(
     sa.Column("secure_group", sa.Integer),
     sa.Column("secure_position", sa.Integer),
     sa.PrimaryKeyConstraint("job_id", "round", "number", "client_id"),
-    sa.ForeignKeyConstraint(
-        ["job_id", "round", "number"],
-        ["attempts.job_id", "attempts.round", "attempts.number"],
-    ),
+    sa.ForeignKeyConstraint(["job_id", "round", "number"], ["attempts.job_id", "attempts.round", "attempts.number"]),
     sa.Index(None, "job_id", "reported_revision"),
     sa.Index(None, "job_id", "client_id", "round"),
 )

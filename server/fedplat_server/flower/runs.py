@@ -226,10 +226,7 @@ class FlowerRuns:
         )
         run = self._runs[job.job_id] = _Run(process)
         request = protocol.StartRun(
-            name,
-            self._apps[name],
-            dict(options.run_config),
-            max_weight_factor=options.max_weight_factor,
+            name, self._apps[name], dict(options.run_config), max_weight_factor=options.max_weight_factor
         )
         async with contextlib.AsyncExitStack() as stack:
             if job.latest.state_digest:

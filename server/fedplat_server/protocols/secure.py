@@ -334,13 +334,7 @@ class MaskedAggregation(AggregationBackend):
                 f"group {number} has {num_survivors} survivors; expected {setup.minimum} or more, so it stays masked"
             )
         wrong = unmasking.remove_masks(
-            setup,
-            group.members,
-            group.sent_shares(attempt),
-            survivors,
-            group.answers(attempt),
-            masked.total,
-            workers,
+            setup, group.members, group.sent_shares(attempt), survivors, group.answers(attempt), masked.total, workers
         )
         decoded = encoding.decode(setup.encoding, masked.total, num_survivors)
         return _Unmasked(decoded, [group.members[position].client_id for position in sorted(wrong)])

@@ -48,9 +48,7 @@ def reasons(outcomes: Iterable[OutcomeCount]) -> list[admin_pb2.ReasonCount]:
     """Encode how assignments ended, with a description of each reason."""
     return [
         convert.encode(
-            admin_pb2.ReasonCount,
-            outcome,
-            text=REASON_TEXTS[outcome.reason] if outcome.reason is not None else "",
+            admin_pb2.ReasonCount, outcome, text=REASON_TEXTS[outcome.reason] if outcome.reason is not None else ""
         )
         for outcome in outcomes
     ]

@@ -57,9 +57,4 @@ def meet_on_one_host(folder: Path) -> dict[str, Any]:
 
 def meet_over_network(endpoint: str, address: str) -> dict[str, Any]:
     """Return the rendezvous settings for several hosts: meet at `endpoint` (HOST:PORT), reach this one at `address`."""
-    return {
-        "rdzv_backend": "c10d",
-        "rdzv_endpoint": endpoint,
-        "rdzv_configs": {"timeout": 900},
-        "local_addr": address,
-    }
+    return {"rdzv_backend": "c10d", "rdzv_endpoint": endpoint, "rdzv_configs": {"timeout": 900}, "local_addr": address}

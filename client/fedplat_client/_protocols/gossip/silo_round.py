@@ -57,13 +57,7 @@ class SiloRound:
     """
 
     def __init__(
-        self,
-        work: RoundWork,
-        model: SiloModel,
-        network: PeerNetwork,
-        calls: SiloCalls,
-        models: Offers,
-        means: Offers,
+        self, work: RoundWork, model: SiloModel, network: PeerNetwork, calls: SiloCalls, models: Offers, means: Offers
     ) -> None:
         self._work = work
         self._model = model

@@ -55,10 +55,7 @@ def _draw_panel(axis: Axes, report: BenchReport, collective: str) -> None:
             x, y = zip(*points, strict=True)
             name = tables.name_of(implementation, report)
             axis.plot(x, y, color=colour, label=name, linewidth=1.5, marker="o", markersize=2.5)
-    for value, style, name in (
-        (statistics.median(report.copies), "--", "memory copy"),
-        (report.tcp, ":", "plain TCP"),
-    ):
+    for value, style, name in ((statistics.median(report.copies), "--", "memory copy"), (report.tcp, ":", "plain TCP")):
         axis.axhline(value, color="black", linestyle=style, linewidth=0.8, label=name)
     axis.set_title(collective, fontsize=10)
     axis.set_xscale("log", base=2)

@@ -118,9 +118,7 @@ class _Attempt:
             result = result.merge_shards(totals) if totals else None
             state = self._inputs.read_columns(rule, base, columns)
         reply = AttemptAggregate(
-            num_updates=accumulator.num_updates,
-            total_weight=accumulator.total_weight,
-            published=accumulator.published,
+            num_updates=accumulator.num_updates, total_weight=accumulator.total_weight, published=accumulator.published
         )
         problem = None
         try:
