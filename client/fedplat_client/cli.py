@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 import sys
 import threading
@@ -99,6 +100,10 @@ def main() -> None:
     """Entry point of the command."""
 
 
+def _flag(name: str, variable: str, text: str) -> _Decorator:
+    return click.option(name, is_flag=True, envvar=variable, show_envvar=True, help=text)
+
+
 _IDENTITY_OPTIONS = (
     click.option(
         "--ticket",
@@ -141,26 +146,20 @@ _RUN_OPTIONS = (
         "installed package. KIND is codecs or algorithms; repeatable.",
     ),
     click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="Add a label; repeatable."),
-    click.option(
+    _flag(
         "--mtls",
-        is_flag=True,
-        envvar="FEDPLAT_MTLS",
-        show_envvar=True,
-        help="Authenticate with a client certificate, on the server's mTLS port, instead of signing each call.",
+        "FEDPLAT_MTLS",
+        "Authenticate with a client certificate, on the server's mTLS port, instead of signing each call.",
     ),
-    click.option(
+    _flag(
         "--require-secure-aggregation",
-        is_flag=True,
-        envvar="FEDPLAT_REQUIRE_SECURE_AGGREGATION",
-        show_envvar=True,
-        help="Refuse to train without secure aggregation, so that the server never sees an update of this client.",
+        "FEDPLAT_REQUIRE_SECURE_AGGREGATION",
+        "Refuse to train without secure aggregation, so that the server never sees an update of this client.",
     ),
-    click.option(
+    _flag(
         "--require-local-noise",
-        is_flag=True,
-        envvar="FEDPLAT_REQUIRE_LOCAL_NOISE",
-        show_envvar=True,
-        help='Refuse to train unless the client adds noise to its update itself: [privacy] trust = "none".',
+        "FEDPLAT_REQUIRE_LOCAL_NOISE",
+        'Refuse to train unless the client adds noise to its update itself: [privacy] trust = "none".',
     ),
     click.option(
         "--min-local-noise-multiplier",
@@ -169,12 +168,10 @@ _RUN_OPTIONS = (
         help="Smallest noise multiplier of a sum, from the noise that clients add to their updates; above 0 it implies "
         "--require-local-noise.",
     ),
-    click.option(
+    _flag(
         "--require-confirmation",
-        is_flag=True,
-        envvar="FEDPLAT_REQUIRE_CONFIRMATION",
-        show_envvar=True,
-        help="Refuse secure aggregations in which clients do not confirm the survivors to each other: "
+        "FEDPLAT_REQUIRE_CONFIRMATION",
+        "Refuse secure aggregations in which clients do not confirm the survivors to each other: "
         "[secure_aggregation] confirm = true.",
     ),
     click.option(
@@ -198,12 +195,10 @@ _RUN_OPTIONS = (
         help="File with the public keys of the clients that may take part in a secure aggregation with this one, or "
         "exchange models with it, one in each line as the command identity shows it; default: any client.",
     ),
-    click.option(
+    _flag(
         "--exchange-models",
-        is_flag=True,
-        envvar="FEDPLAT_EXCHANGE_MODELS",
-        show_envvar=True,
-        help="Take part in decentralised jobs, in which other clients see the model that this client has trained. By "
+        "FEDPLAT_EXCHANGE_MODELS",
+        "Take part in decentralised jobs, in which other clients see the model that this client has trained. By "
         "default a client refuses such jobs.",
     ),
     click.option(
@@ -418,24 +413,12 @@ def _create_flower_client(options: _FlowerOptions) -> Client:
 
 
 def _read_arguments(options: _ClientCommandOptions) -> _ClientArguments:
+    names = {each.name for each in dataclasses.fields(ClientOptions)}
+    named: dict[str, Any] = {name: value for name, value in options.items() if name in names}
     return {
         "labels": dict(_parse_label(text) for text in options["labels"]),
         "data_dir": options["data_dir"],
-        "options": ClientOptions(
-            mtls=options["mtls"],
-            require_secure_aggregation=options["require_secure_aggregation"],
-            require_local_noise=options["require_local_noise"],
-            min_local_noise_multiplier=options["min_local_noise_multiplier"],
-            require_confirmation=options["require_confirmation"],
-            min_secure_clients=options["min_secure_clients"],
-            min_secure_threshold=options["min_secure_threshold"],
-            trusted_clients=options["trusted_clients"],
-            exchange_models=options["exchange_models"],
-            max_share=options["max_share"],
-            peer_listen=options["peer_listen"],
-            peer_address=options["peer_address"],
-            cache_limit_bytes=options["cache_limit"],
-        ),
+        "options": ClientOptions(cache_limit_bytes=options["cache_limit"], **named),
         "plugins": parse_plugins(options["plugins"]),
     }
 

@@ -196,7 +196,7 @@ def _make_clients(parts: LeaderParts, enrollments: Enrollments) -> ClientsServic
         enrollments=enrollments,
         revocation=Revocation(store.clients, coordination.clients, coordination.runner, coordination.long_polls),
         progress=coordination.progress,
-        fleet=FleetView(counter, store.fleet, parts.records.availability, coordination.runner),
+        fleet=FleetView(counter, store.fleet, parts.records.availability, coordination.runner.coordinator),
     )
 
 

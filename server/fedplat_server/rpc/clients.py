@@ -211,24 +211,22 @@ MAX_ROWS = 20_000
 """Maximum number of hours of all populations in a response, which limits its size to about 1 MiB."""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class FleetView:
     """Counts the clients that have enrolled, and those that are there."""
 
-    def __init__(
-        self, counter: FleetCounter, store: FleetStore, availability: AvailabilityTracker, runner: Runner
-    ) -> None:
-        self._counter = counter
-        self._store = store
-        self._availability = availability
-        self._coordinator = runner.coordinator
+    counter: FleetCounter
+    store: FleetStore
+    availability: AvailabilityTracker
+    coordinator: Coordinator
 
     async def show(self, request: admin_pb2.ShowFleetRequest) -> admin_pb2.ShowFleetResponse:
         """Return the counts of a population, or of all. Raises `RefusedError` if the request is not valid."""
         population = validation.name(request.population, "population") if request.population else ""
         since = validation.since(request.since_unix_s) or time.time() - DEFAULT_S
-        counts = await self._counter.count()
-        hours = await self._store.list_availability(max(since, time.time() - KEEP_S), population)
-        current = [hour for hour in self._availability.current if population in ("", hour.population)]
+        counts = await self.counter.count()
+        hours = await self.store.list_availability(max(since, time.time() - KEEP_S), population)
+        current = [hour for hour in self.availability.current if population in ("", hour.population)]
         return admin_pb2.ShowFleetResponse(
             populations=self._populations(counts, population),
             labels=_labels(counts, population),
@@ -238,13 +236,13 @@ class FleetView:
 
     def _populations(self, counts: FleetCounts, only: str) -> list[admin_pb2.PopulationCount]:
         busy = Counter[str]()
-        for job in self._coordinator.jobs.values():
+        for job in self.coordinator.jobs.values():
             busy[job.spec.population] += job.num_busy
         return [
             admin_pb2.PopulationCount(
                 population=name,
                 num_clients=number,
-                num_waiting=self._coordinator.room.num_waiting(name),
+                num_waiting=self.coordinator.room.num_waiting(name),
                 num_busy=busy[name],
                 num_revoked=counts.revoked[name],
             )
