@@ -289,6 +289,7 @@ sa.Index(
 )
 
 # A row for each version of a private job's round, added in the transaction that commits the version.
+# With `privacy.trust = "none"` abandoned attempts are releases, too: `attempts.num_survivors` counts them.
 ledger = sa.Table(
     "ledger",
     metadata,
