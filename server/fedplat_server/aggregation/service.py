@@ -80,9 +80,8 @@ class Aggregation:
         find_version: FindVersion,
         post: Post,
         parts: AggregationParts = AggregationParts(),
-        on_leftovers: Callable[[Sequence[str]], None] = lambda digests: None,
     ) -> None:
-        self.on_leftovers = on_leftovers
+        self.on_leftovers: Callable[[Sequence[str]], None] = lambda digests: None
         """It gets the digests of an attempt's files when it is stored whether a version names them."""
         self._parts = parts
         self._blobs = blobs
