@@ -36,15 +36,12 @@ class Election(Protocol):
 
     async def keep(self, held: HeldLease) -> None:
         """Renew the lease for as long as possible. Raises `LeadershipLostError` when that ends."""
-        ...
 
     async def resign(self, held: HeldLease) -> None:
         """Release the lease, so that another daemon leads at once. Never raises: the lease also expires."""
-        ...
 
     async def close(self) -> None:
         """Close the connections to the database."""
-        ...
 
 
 async def open_election(config: ServerConfig, candidate: Candidate) -> Election:

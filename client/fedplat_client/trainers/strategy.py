@@ -33,7 +33,6 @@ class TrainingStrategy(Protocol):
 
     def check(self, trainee: training.Trainee, num_examples: int) -> None:
         """Raise `ValueError` if there are too few examples for the processes."""
-        ...
 
     def make_trainee(self, learner: training.Learner, seed: int, precision: Precision) -> training.Trainee:
         """Make the module, or this process's part of it: here all. Raises `ValueError` if it cannot be divided."""

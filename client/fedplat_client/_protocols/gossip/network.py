@@ -106,8 +106,6 @@ class PeerNetwork:
             channel.close()
         self._channels.clear()
 
-    # --- trust -----------------------------------------------------------------------------------------------
-
     def is_trusted(self, contact: Contact) -> bool:
         """Return whether the client's owner allows exchanges with another silo."""
         return self.trusted is None or contact.public_key in self.trusted
@@ -132,8 +130,6 @@ class PeerNetwork:
             raise errors.PeerError("REFUSED", str(exc)) from exc
         return member
 
-    # --- through the ports of others -------------------------------------------------------------------------
-
     def fetch(self, sender: Contact, remote: RemoteFile, control: Control) -> Path:
         """Return the path of a verified file from the port of another silo."""
         self._check(sender)
@@ -143,8 +139,6 @@ class PeerNetwork:
         path = self.fetcher.fetch(file, credentials, control.remaining_s, control.signal, remote.size_bytes)
         self.counter.add(received=remote.size_bytes)
         return path
-
-    # --- through the server ----------------------------------------------------------------------------------
 
     def send(self, receiver: Contact, digest: str, path: Path, control: Control) -> None:
         """Send a file through the server. Raises also `TransferError`, `CallError` and `OSError`."""
@@ -221,8 +215,6 @@ class PeerNetwork:
                 if num_received < size_bytes:
                     raise errors.PeerError("WRONG_SIZE", f"{num_received} of {size_bytes} bytes came from {sender}")
 
-    # --- rings -----------------------------------------------------------------------------------------------
-
     def send_chunk(self, receiver: Contact, name: ChunkName, content: bytes, control: Control) -> None:
         """Send a chunk of a ring through the server."""
         message = relay.RelayMessage(self.exchange, self.own, self._verify(receiver), name.relayed)
@@ -296,11 +288,9 @@ class Offers(Protocol):
 
     def update(self, deliveries: Iterable[Delivery]) -> None:
         """Replace the files: begin with new ones, and end those that are not there any more."""
-        ...
 
     def close(self) -> None:
         """End all."""
-        ...
 
 
 class PortOffers:
