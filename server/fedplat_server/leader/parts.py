@@ -40,7 +40,7 @@ from fedplat_server.messages.memory import UploadMemory
 from fedplat_server.metrics.service import MetricsService
 from fedplat_server.protocols.half import HalfParts
 from fedplat_server.protocols.registry import KindParts, ServerHalves
-from fedplat_server.protocols.relay import RelayParts
+from fedplat_server.protocols.relay import Relay
 from fedplat_server.protocols.steps import StepPolls
 from fedplat_server.records.lease import Lease
 from fedplat_server.rpc import serving
@@ -235,7 +235,8 @@ def _make_kind_parts(mandate: Mandate, coordination: Coordination, files: Files,
         ),
         calls=StepPolls(runner, store.jobs, coordination.clients, coordination.long_polls, coordination.quotas),
         secure=SecureAttempts(files.blobs, store.clients, store.audit),
-        relay=RelayParts(
+        make_relay=lambda list_waiting: Relay(
+            list_waiting=list_waiting,
             limits=config.limits,
             coordinator=runner.coordinator,
             quotas=coordination.quotas,
