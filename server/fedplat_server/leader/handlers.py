@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 
-from fedplat.wire.v1 import admin_pb2_grpc, fleet_pb2_grpc
+from fedplat.wire.v1 import admin_pb2_grpc, events_pb2_grpc, fleet_pb2_grpc
 from fedplat_server.auth.addresses import Origins
 from fedplat_server.auth.authentication import Authenticator
 from fedplat_server.auth.enrollment import Enrollments, Trust
@@ -60,17 +60,20 @@ def make_route(parts: LeaderParts) -> LocalRoute:
         audit=coordination.audit,
         delay_s=mandate.config.limits.refusal_delay_s,
     )
-    made = serving.Handlers(
-        fleet=_make_fleet(parts, access, authenticator, enrollments),
-        jobs=_make_jobs(parts),
-        clients=_make_clients(parts, enrollments),
-        operators=_make_operators(parts),
-        privacy=PrivacyService(coordination.jobs, store.ledger, parts.production.budgets),
-        events=EventsService(coordination.jobs, store.events, parts.records.event_feed, coordination.draining),
-        webhooks=WebhooksService(parts.records.webhooks, store),
-    )
-    reads = mandate.endpoint.reads
-    return serving.route(made, Admission(operator_access, access.read_claim, origins, reads, parts.files.memory))
+    privacy = PrivacyService(coordination.jobs, store.ledger, parts.production.budgets)
+    events = EventsService(coordination.jobs, store.events, parts.records.event_feed, coordination.draining)
+    others = [
+        functools.partial(admin_pb2_grpc.add_JobsServicer_to_server, _make_jobs(parts)),
+        functools.partial(admin_pb2_grpc.add_ClientsServicer_to_server, _make_clients(parts, enrollments)),
+        functools.partial(admin_pb2_grpc.add_OperatorsServicer_to_server, _make_operators(parts)),
+        functools.partial(admin_pb2_grpc.add_PrivacyServicer_to_server, privacy),
+        functools.partial(events_pb2_grpc.add_EventsServicer_to_server, events),
+        functools.partial(
+            events_pb2_grpc.add_WebhooksServicer_to_server, WebhooksService(parts.records.webhooks, store)
+        ),
+    ]
+    admission = Admission(operator_access, access.read_claim, origins, mandate.endpoint.reads, parts.files.memory)
+    return serving.route(_make_fleet(parts, access, authenticator, enrollments), others, admission)
 
 
 def _make_fleet(
