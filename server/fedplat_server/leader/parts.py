@@ -103,7 +103,7 @@ class Files:
     """That of the object store for updates, if there is one."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Production:
     """What makes versions, scores them and removes old ones."""
 
@@ -114,7 +114,7 @@ class Production:
     retention: RetentionTask
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Records:
     """What shows and stores how the server and its jobs fare."""
 
@@ -220,9 +220,7 @@ async def _make_production(
     # already, have the same files from the same updates, and be about to name them in a version.
     stack.push_async_callback(retention.close)
     aggregation.on_leftovers = retention.schedule_blobs
-    return Production(
-        budgets=budgets, halves=halves, evaluation=evaluation, aggregation=aggregation, retention=retention
-    )
+    return Production(budgets, halves, evaluation, aggregation, retention)
 
 
 def _make_kind_parts(mandate: Mandate, coordination: Coordination, files: Files, training: ServerTraining) -> KindParts:
@@ -293,15 +291,7 @@ def _make_records(
     stack.push_async_callback(event_feed.close)
     webhooks = DeliveryTask(store, WebhookSender(list(map(parse_network, config.webhook_networks))), instruments)
     stack.push_async_callback(webhooks.close)
-    return Records(
-        availability=availability,
-        alerts=alerts,
-        alert_recorder=alert_recorder,
-        downloads=downloads,
-        traces=traces,
-        event_feed=event_feed,
-        webhooks=webhooks,
-    )
+    return Records(availability, alerts, alert_recorder, downloads, traces, event_feed, webhooks)
 
 
 def _make_alerts(

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-from collections.abc import AsyncIterator, Callable, Collection, Generator
+from collections.abc import AsyncIterator, Callable, Collection
 from pathlib import Path
 
 from fedplat import durable
@@ -17,6 +17,7 @@ from fedplat.secure_aggregation.relay import sealed_bytes
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.auth.rate_limits import Quotas
 from fedplat_server.config import Limits
+from fedplat_server.coordination.long_polls import list_event
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import memory, streams, validation
 from fedplat_server.messages.memory import UploadMemory
@@ -107,7 +108,7 @@ class Relay:
                 yield message
 
     async def _wait(self, key: RelayedFile, wait_s: float) -> Path:
-        with self._arrival(key) as arrived:
+        with list_event(self._waiting, key, asyncio.Event()) as arrived:
             path = await asyncio.to_thread(self.relay.find, key)
             if path is None:
                 with contextlib.suppress(TimeoutError):
@@ -116,18 +117,6 @@ class Relay:
         if path is None:
             raise RefusedError(Code.NOT_SENT_YET)
         return path
-
-    @contextlib.contextmanager
-    def _arrival(self, key: RelayedFile) -> Generator[asyncio.Event]:
-        """Yield an event that is set when the file has arrived."""
-        event = asyncio.Event()
-        self._waiting.setdefault(key, set()).add(event)
-        try:
-            yield event
-        finally:
-            self._waiting[key].discard(event)
-            if not self._waiting[key]:
-                del self._waiting[key]
 
     def _is_wanted(self, assignment: Assignment, key: RelayedFile) -> bool:
         return self._find_limit(assignment, key) is not None
