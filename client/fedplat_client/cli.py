@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import platform
 import sys
 import threading
@@ -100,10 +101,8 @@ def main() -> None:
     """Entry point of the command."""
 
 
-def _flag(name: str, variable: str, text: str) -> _Decorator:
-    return click.option(name, is_flag=True, envvar=variable, show_envvar=True, help=text)
-
-
+_option = functools.partial(click.option, show_envvar=True)
+_flag = functools.partial(_option, is_flag=True)
 _IDENTITY_OPTIONS = (
     click.option(
         "--ticket",
@@ -116,17 +115,15 @@ _IDENTITY_OPTIONS = (
         type=click.Path(path_type=Path, dir_okay=False),
         help="File with the ticket; default FEDPLAT_TICKET_FILE. An enrolled client needs no ticket.",
     ),
-    click.option(
+    _option(
         "--server",
         envvar="FEDPLAT_SERVER",
-        show_envvar=True,
         metavar="HOST:PORT",
         help="Server to use, if the data directory has identities for several.",
     ),
-    click.option(
+    _option(
         "--population",
         envvar="FEDPLAT_POPULATION",
-        show_envvar=True,
         help="Population to use, if the data directory has identities for several.",
     ),
     click.option(
@@ -148,18 +145,18 @@ _RUN_OPTIONS = (
     click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="Add a label; repeatable."),
     _flag(
         "--mtls",
-        "FEDPLAT_MTLS",
-        "Authenticate with a client certificate, on the server's mTLS port, instead of signing each call.",
+        envvar="FEDPLAT_MTLS",
+        help="Authenticate with a client certificate, on the server's mTLS port, instead of signing each call.",
     ),
     _flag(
         "--require-secure-aggregation",
-        "FEDPLAT_REQUIRE_SECURE_AGGREGATION",
-        "Refuse to train without secure aggregation, so that the server never sees an update of this client.",
+        envvar="FEDPLAT_REQUIRE_SECURE_AGGREGATION",
+        help="Refuse to train without secure aggregation, so that the server never sees an update of this client.",
     ),
     _flag(
         "--require-local-noise",
-        "FEDPLAT_REQUIRE_LOCAL_NOISE",
-        'Refuse to train unless the client adds noise to its update itself: [privacy] trust = "none".',
+        envvar="FEDPLAT_REQUIRE_LOCAL_NOISE",
+        help='Refuse to train unless the client adds noise to its update itself: [privacy] trust = "none".',
     ),
     click.option(
         "--min-local-noise-multiplier",
@@ -170,8 +167,8 @@ _RUN_OPTIONS = (
     ),
     _flag(
         "--require-confirmation",
-        "FEDPLAT_REQUIRE_CONFIRMATION",
-        "Refuse secure aggregations in which clients do not confirm the survivors to each other: "
+        envvar="FEDPLAT_REQUIRE_CONFIRMATION",
+        help="Refuse secure aggregations in which clients do not confirm the survivors to each other: "
         "[secure_aggregation] confirm = true.",
     ),
     click.option(
@@ -197,45 +194,41 @@ _RUN_OPTIONS = (
     ),
     _flag(
         "--exchange-models",
-        "FEDPLAT_EXCHANGE_MODELS",
-        "Take part in decentralised jobs, in which other clients see the model that this client has trained. By "
+        envvar="FEDPLAT_EXCHANGE_MODELS",
+        help="Take part in decentralised jobs, in which other clients see the model that this client has trained. By "
         "default a client refuses such jobs.",
     ),
-    click.option(
+    _option(
         "--max-share",
         type=click.FloatRange(0.0, 1.0, min_open=True),
         default=ClientOptions.max_share,
         envvar="FEDPLAT_MAX_SHARE",
         show_default=True,
-        show_envvar=True,
         metavar="PART",
         help='Refuse rings of decentralised jobs (exchange = "ring") in which one model is more than this part of the '
         "mean, which would show it to all others.",
     ),
-    click.option(
+    _option(
         "--peer-listen",
         default="",
         envvar="FEDPLAT_PEER_LISTEN",
-        show_envvar=True,
         metavar="HOST:PORT",
         help="Open a port, on which the neighbours of this client in decentralised jobs fetch its models; implies "
         "--exchange-models. By default a client opens no port, and its models pass through the server, encrypted.",
     ),
-    click.option(
+    _option(
         "--peer-address",
         default="",
         envvar="FEDPLAT_PEER_ADDRESS",
-        show_envvar=True,
         metavar="HOST:PORT",
         help="Address at which neighbours reach the port of --peer-listen; default: the same.",
     ),
-    click.option(
+    _option(
         "--cache-limit",
         type=_parse_size,
         metavar="SIZE",
         default=f"{_DEFAULTS.cache_limit_bytes // 2**30}GiB",
         envvar="FEDPLAT_CACHE_LIMIT",
-        show_envvar=True,
         show_default=True,
         help="Largest size of the cache of models, such as 500MB. On a disk with less space the cache gives way by "
         "itself. The codecs' residuals, the client states and the models of decentralised jobs may each take the same "
