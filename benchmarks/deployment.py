@@ -71,11 +71,16 @@ class Deployment:
 
 @contextlib.contextmanager
 def serve(
-    folder: Path, insecure: bool = False, options: Sequence[str] = (), port: int | None = None
+    folder: Path,
+    insecure: bool = False,
+    options: Sequence[str] = (),
+    port: int | None = None,
+    counted: bool = False,
 ) -> Generator[Deployment]:
     """Start a server with more `options`; end it and its other processes afterwards.
 
-    A folder that a server has used before needs its `port`. Raises `FailedError` if it does not start.
+    A folder that a server has used before needs its `port`. If `counted`, it runs in `metered.py`, with the counts in
+    `server.counts`. Raises `FailedError` if it does not start.
     """
     port = port or free_port()
     address = f"127.0.0.1:{port}"
@@ -85,7 +90,16 @@ def serve(
         init = [server, "init", "--data-dir", folder, "--host", "127.0.0.1", "--port", str(port)]
         if not processes.run(init, START_S):
             raise FailedError(f"the server could not be set up: {(folder / 'commands.log').read_text()[-600:]}")
-        run = [server, "run", "--listen", address, "--data-dir", folder, "--log-level", "warning"]
+        run = [
+            *_program("fedplat-server", folder / "server.counts", counted),
+            "run",
+            "--listen",
+            address,
+            "--data-dir",
+            folder,
+            "--log-level",
+            "warning",
+        ]
         daemon = processes.start("server", [*run, *(["--insecure"] if insecure else []), *options])
         deployment = Deployment(address, folder, processes, daemon, insecure)
         with deployment.admin() as admin:
@@ -93,16 +107,24 @@ def serve(
         yield deployment
 
 
+def _program(name: str, counts: Path, counted: bool) -> list[str | Path]:
+    return [sys.executable, HERE / "metered.py", counts, name] if counted else [BIN / name]
+
+
 @contextlib.contextmanager
 def deploy(
-    folder: Path, num_clients: int, insecure: bool = False, options: Sequence[str] = ()
+    folder: Path, num_clients: int, insecure: bool = False, options: Sequence[str] = (), counted: bool = False
 ) -> Generator[Deployment]:
-    """Start a server with more `options` and no-op client processes; end them afterwards. Raises `FailedError`."""
-    with serve(folder, insecure, options) as deployment, deployment.admin() as admin:
+    """Start a server with more `options` and no-op client processes; end them afterwards. Raises `FailedError`.
+
+    If `counted`, all run in `metered.py`, with the counts in `server.counts` and `client-0.counts` and so on.
+    """
+    with serve(folder, insecure, options, counted=counted) as deployment, deployment.admin() as admin:
         ticket = folder / "ticket"
         ticket.write_text(admin.create_enrollment("bench", num_clients, 600.0, deployment.address).ticket)
         for index in range(num_clients):
-            client = [BIN / "fedplat-client", "run", "--ticket-file", ticket, "--trainer", "noop=noop:train"]
+            program = _program("fedplat-client", folder / f"client-{index}.counts", counted)
+            client = [*program, "run", "--ticket-file", ticket, "--trainer", "noop=noop:train"]
             client += ["--data-dir", folder / f"client-{index}", "--log-level", "warning"]
             deployment.clients.append(deployment.processes.start(f"client-{index}", client, HERE))
         wait_for_clients(deployment, admin, num_clients)

@@ -5,13 +5,16 @@
 
 There is a server process and one process per client, as in a real deployment. In each round every client downloads
 the model and uploads as many bytes, in chunks of 2 MiB, without a copy by protobuf. The next round starts when all
-clients have done so. The server prints the time at which each round was complete, one per line. PKI is the folder that
-`fedplat-server init` creates: with it they use TLS.
+clients have done so. PKI is the folder that `fedplat-server init` creates: with it they use TLS.
+
+Each process prints a line when it begins a round, and one at the end: the time, and the CPU seconds so far
+of this process, of the user and of the kernel.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -36,7 +39,7 @@ class _Service(grpc.GenericRpcHandler):
         self._deadline = time.monotonic() + seconds
         self._here = 0
         self._next: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self.moments: list[float] = []
+        self.lines: list[str] = []
         self.done = asyncio.Event()
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes] | None:
@@ -51,9 +54,9 @@ class _Service(grpc.GenericRpcHandler):
         mine = self._next
         if self._here == self._clients:
             self._here, self._next = 0, asyncio.get_running_loop().create_future()
-            self.moments.append(time.time())
-            over = len(self.moments) > 2 and time.monotonic() > self._deadline
-            is_last = over or len(self.moments) > self._rounds
+            self.lines.append(line())
+            over = len(self.lines) > 2 and time.monotonic() > self._deadline
+            is_last = over or len(self.lines) > self._rounds
             mine.set_result(_STOP if is_last else _GO)
             if is_last:
                 self.done.set()
@@ -69,13 +72,19 @@ class _Service(grpc.GenericRpcHandler):
         return b""
 
 
+def line() -> str:
+    """Return the time and the CPU seconds so far, of the user and of the kernel."""
+    used = os.times()
+    return f"{time.time()} {used.user} {used.system}"
+
+
 def cut(size: int) -> list[bytes]:
     """Return `size` bytes in chunks."""
     return [bytes(min(CHUNK_BYTES, size - start)) for start in range(0, size, CHUNK_BYTES)]
 
 
-async def serve(port: int, service: _Service, pki: Path | None) -> list[float]:
-    """Serve until the rounds are over, and return their times."""
+async def serve(port: int, service: _Service, pki: Path | None) -> list[str]:
+    """Serve until the rounds are over, and return their lines."""
     server = aio.server(options=_OPTIONS)
     server.add_generic_rpc_handlers((service,))
     if pki is None:
@@ -86,7 +95,7 @@ async def serve(port: int, service: _Service, pki: Path | None) -> list[float]:
     await server.start()
     await service.done.wait()
     await server.stop(grace=5.0)
-    return service.moments
+    return service.lines
 
 
 def connect(port: int, pki: Path | None) -> aio.Channel:
@@ -105,9 +114,11 @@ async def work(port: int, size: int, pki: Path | None) -> None:
         down: Callable[..., aio.UnaryStreamCall[bytes, bytes]] = channel.unary_stream(_DOWN)
         up: Callable[..., aio.StreamUnaryCall[bytes, bytes]] = channel.stream_unary(_UP)
         while await meet(b"", wait_for_ready=True) == _GO:
+            print(line(), flush=True)
             async for _ in down(b""):
                 pass
             await up(iter(chunks))
+        print(line(), flush=True)
 
 
 async def main(role: str, port: int, size: int, *rest: str) -> None:

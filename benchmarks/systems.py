@@ -98,9 +98,9 @@ def _raw_grpc(plan: Plan, folder: Path, pki: list[str]) -> Sample:
 
 
 def moments(text: str) -> list[float]:
-    """Parse the times that a platform has written, one line per committed model, the initial one first."""
+    """Parse the times that a platform has written, first in a line per committed model, the initial one first."""
     lines = text.splitlines(keepends=True)
-    return [float(line) for line in lines if line.endswith("\n")]
+    return [float(line.split()[0]) for line in lines if line.endswith("\n")]
 
 
 def require_peers(program: str) -> Path:

@@ -14,8 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from fedplat.config import user_code
-from fedplat.config.plugins import has_absent
+from fedplat.config import plugins, user_code
 from fedplat.errors import JobFileError, ModelError, UserCodeError
 from fedplat.job import JobSpec, build_rule
 from fedplat.model import Parameters
@@ -27,7 +26,7 @@ def of_job(spec: JobSpec, folder: Path) -> Parameters:
     Nothing is added if a plugin of the job is absent.
     """
     parameters = resolve(spec.model.initial, folder)
-    if has_absent(spec):
+    if plugins.has_absent(spec):
         return parameters  # the server checks the model
     try:
         return build_rule(spec).requirements.extend(parameters)
@@ -45,7 +44,7 @@ def resolve(initial: str, folder: Path) -> Parameters:
         if initial.endswith(".safetensors"):
             parameters = _from_file(folder / initial)
         else:
-            parameters = _from_function(initial, folder)
+            parameters = convert_result(user_code.call(initial, folder), user_code.split(initial)[1])
         if not parameters:
             raise JobFileError("the model has no tensors; expected at least one")
         if not parameters.is_finite():
@@ -60,10 +59,6 @@ def _from_file(path: Path) -> Parameters:
         return Parameters.open(path)
     except OSError as exc:
         raise JobFileError(f"{path} cannot be read: {exc.strerror or exc}") from exc
-
-
-def _from_function(name: str, folder: Path) -> Parameters:
-    return convert_result(user_code.call(name, folder), user_code.split(name)[1])
 
 
 def convert_result(value: object, function_name: str) -> Parameters:

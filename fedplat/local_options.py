@@ -8,18 +8,10 @@ from typing import Annotated, Literal, cast
 import msgspec
 from msgspec import Meta
 
-from fedplat.aggregate import (
-    LOCAL_ALGORITHM,
-    LOCAL_ALGORITHMS,
-    LocalAlgorithm,
-    LocalAlgorithmOptions,
-    LocalEasgd,
-    LocalSgd,
-)
+from fedplat import aggregate, errors
 from fedplat.aggregate import options as ranges
 from fedplat.config.plugins import BUILTIN, Plugins, build_checked, name_of
 from fedplat.config.toml import format_value, read_name, read_record, suggest
-from fedplat.errors import JobFileError
 
 Scalar = bool | int | float | str
 Count = Annotated[int, Meta(ge=1, le=1_000_000_000)]
@@ -44,7 +36,7 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Bound of the L2 norm of a step's gradient, before the algorithm adds to it; 0 for no bound."""
     accumulate: Count = 1
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    algorithm: LocalAlgorithmOptions = LocalSgd()
+    algorithm: aggregate.LocalAlgorithmOptions = aggregate.LocalSgd()
     """The local algorithm; `[config]` has its name, and its options beside the keys of this record."""
     learning_rate_decay: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
     """Factor of the learning rate from one round to the next."""
@@ -79,18 +71,18 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         algorithm, options = None, None
         try:
             options = read_record(own, cls, "config.")
-        except JobFileError as exc:
+        except errors.JobFileError as exc:
             mistakes.append(str(exc))
         try:
             algorithm = read_algorithm(config, plugins)
-        except JobFileError as exc:
+        except errors.JobFileError as exc:
             mistakes.append(str(exc))
         if options is None or algorithm is None:
-            raise JobFileError("\n".join(mistakes))
+            raise errors.JobFileError("\n".join(mistakes))
         try:
             return msgspec.structs.replace(options, algorithm=algorithm)
         except ValueError as exc:
-            raise JobFileError(f"config.{exc}") from exc
+            raise errors.JobFileError(f"config.{exc}") from exc
 
     @property
     def keys(self) -> frozenset[str]:
@@ -119,12 +111,12 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def is_builtin(self) -> bool:
         """True if the algorithm is one of fedplat."""
-        return type(self.algorithm) in LOCAL_ALGORITHMS.values()
+        return type(self.algorithm) in aggregate.LOCAL_ALGORITHMS.values()
 
     @property
     def num_steps(self) -> int:
         """The number of local steps of each training, or 0 for those of `epochs`."""
-        return self.algorithm.tau if isinstance(self.algorithm, LocalEasgd) else 0
+        return self.algorithm.tau if isinstance(self.algorithm, aggregate.LocalEasgd) else 0
 
     def _optimizer_mistakes(self) -> Iterator[str]:
         if self.optimizer != "sgd" and self.momentum:
@@ -132,7 +124,7 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def _algorithm_mistakes(self) -> Iterator[str]:
         """Yield why the algorithm cannot be used with the other options, each message beginning with a key."""
-        if isinstance(self.algorithm, LocalEasgd):
+        if isinstance(self.algorithm, aggregate.LocalEasgd):
             yield from self._elastic_mistakes(self.algorithm)
         algorithm = self.build_algorithm()
         if self.optimizer != "sgd" and algorithm.needs_control:
@@ -152,7 +144,7 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "offsets would depend on the scale of the gradients"
             )
 
-    def _elastic_mistakes(self, elastic: LocalEasgd) -> Iterator[str]:
+    def _elastic_mistakes(self, elastic: aggregate.LocalEasgd) -> Iterator[str]:
         alpha = self.learning_rate * elastic.rho
         if alpha > 1.0:
             yield (
@@ -188,34 +180,34 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Return the learning rate of a round; rounds count from 1."""
         return self.learning_rate * self.learning_rate_decay ** (round_number - 1)
 
-    def build_algorithm(self) -> LocalAlgorithm:
+    def build_algorithm(self) -> aggregate.LocalAlgorithm:
         """Return the algorithm; training uses that of `fedplat.pytorch.training.build_guarded_algorithm`.
 
         Raises `PluginError` or `UserCodeError` for an unusable plugin.
         """
         if self.is_builtin:
             return self.algorithm.build()
-        return build_checked(self.algorithm, LocalAlgorithm, "config.algorithm")
+        return build_checked(self.algorithm, aggregate.LocalAlgorithm, "config.algorithm")
 
 
-def read_algorithm(config: Mapping[str, Scalar], plugins: Plugins = BUILTIN) -> LocalAlgorithmOptions:
+def read_algorithm(config: Mapping[str, Scalar], plugins: Plugins = BUILTIN) -> aggregate.LocalAlgorithmOptions:
     """Return the options of the local algorithm that a `[config]` names. Raises `JobFileError`."""
-    record = read_name(config.get("algorithm", "sgd"), LOCAL_ALGORITHM, "config.algorithm", plugins)
+    record = read_name(config.get("algorithm", "sgd"), aggregate.LOCAL_ALGORITHM, "config.algorithm", plugins)
     name = str(record.__struct_config__.tag)
     for key in record.__struct_fields__:
         if key in LocalOptions.__struct_fields__:
-            raise JobFileError(
+            raise errors.JobFileError(
                 f'config.algorithm = "{name}": {record.__name__} has a field {key}, which is an option of each local '
                 "training; expected another name"
             )
-    for other, builtin in LOCAL_ALGORITHMS.items():
-        if builtin is LocalEasgd:
+    for other, builtin in aggregate.LOCAL_ALGORITHMS.items():
+        if builtin is aggregate.LocalEasgd:
             continue  # its rule demands the algorithm, and other trainings have keys of these names
         for key in cast(type[msgspec.Struct], builtin).__struct_fields__:
             if config.get(key) and key not in record.__struct_fields__:
-                raise JobFileError(
+                raise errors.JobFileError(
                     f'config.{key} = {format_value(config[key])}: only the algorithm "{other}" has it, and this is '
                     f'"{name}"'
                 )
     own = {key: value for key, value in config.items() if key in record.__struct_fields__}
-    return cast(LocalAlgorithmOptions, read_record({"algorithm": name, **own}, record, "config.", plugins))
+    return cast(aggregate.LocalAlgorithmOptions, read_record({"algorithm": name, **own}, record, "config.", plugins))

@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct
 
-from fedplat.config import user_code
-from fedplat.config.plugins import Kind, by_name, define, name_of
+from fedplat.config import plugins, user_code
 from fedplat.errors import PluginError
 
 if TYPE_CHECKING:
@@ -117,10 +116,10 @@ class R2(Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag=
         return {"r2": float(scores.mean())}
 
 
-METRICS: Mapping[str, type[Metric]] = by_name(F1, TopKAccuracy, MeanAbsoluteError, R2)
+METRICS: Mapping[str, type[Metric]] = plugins.by_name(F1, TopKAccuracy, MeanAbsoluteError, R2)
 """The options record of each built-in metric, by its name in a simulation file."""
 
-define(Kind("metrics", "name", "a metric", Metric, ("measure", "compute"), METRICS, plain=True))
+plugins.define(plugins.Kind("metrics", "name", "a metric", Metric, ("measure", "compute"), METRICS, plain=True))
 
 
 def measure(metric: Metric, outputs: torch.Tensor, targets: torch.Tensor, ignored: int = -1) -> dict[str, Any]:
@@ -131,7 +130,7 @@ def measure(metric: Metric, outputs: torch.Tensor, targets: torch.Tensor, ignore
     if ignored >= 0 and isinstance(metric, F1 | TopKAccuracy) and not targets.is_floating_point():
         targets = targets.long()
         targets = targets.where(targets != ignored, -1)
-    action = f'the metric "{name_of(metric)}": measure()'
+    action = f'the metric "{plugins.name_of(metric)}": measure()'
     with user_code.wrap_errors(action):
         found = cast(object, metric.measure(outputs, targets))
     if not isinstance(found, Mapping):
@@ -146,7 +145,7 @@ def compute_all(metrics: Sequence[Metric], totals: Sequence[Totals], taken: Iter
     """
     values: dict[str, float] = {}
     for metric, total in zip(metrics, totals, strict=True):
-        action = f'the metric "{name_of(metric)}": compute()'
+        action = f'the metric "{plugins.name_of(metric)}": compute()'
         with user_code.wrap_errors(action):
             found: dict[Any, Any] = dict(metric.compute(total))
         for name, value in found.items():

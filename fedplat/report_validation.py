@@ -36,10 +36,7 @@ _SPARE_HEADER_BYTES = 64 * 2**10
 
 
 def validate_claims(
-    rule: Rule | None,
-    num_examples: float,
-    metrics: Mapping[str, float],
-    limits: MetricLimits = claims.DEFAULT_LIMITS,
+    rule: Rule | None, num_examples: float, metrics: Mapping[str, float], limits: MetricLimits = claims.DEFAULT_LIMITS
 ) -> Verdict:
     """Validate the numbers of a report; `rule` is that of the job for an update, None for an evaluation."""
     if problem := claims.check_examples(num_examples):

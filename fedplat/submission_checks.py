@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from fedplat import job, model
 from fedplat.codecs.container import Format
-from fedplat.config import user_code
-from fedplat.config.plugins import has_absent, name_of
+from fedplat.config import plugins, user_code
 from fedplat.config.toml import format_value
 from fedplat.errors import FedplatError, JobFileError, ModelError, PluginError, UserCodeError
-from fedplat.job import JobSpec, build_rule
-from fedplat.model import Parameters
 from fedplat.rounds.protocols.base import find_training
 
 MAX_JOB_FILE_BYTES = 1 << 18
@@ -21,7 +19,7 @@ def check_size(job_file: str, max_bytes: int = MAX_JOB_FILE_BYTES) -> None:
         raise JobFileError(f"it has more than {max_bytes} bytes")
 
 
-def check_job(spec: JobSpec) -> None:
+def check_job(spec: job.JobSpec) -> None:
     """Raise `JobFileError` for a valid job that no server can run, although a simulation may."""
     algorithm = spec.config.get("algorithm")
     if isinstance(algorithm, str) and ":" in algorithm:
@@ -33,7 +31,7 @@ def check_job(spec: JobSpec) -> None:
         raise JobFileError(problem)
 
 
-def check_initial_model(parameters: Parameters, spec: JobSpec) -> None:
+def check_initial_model(parameters: model.Parameters, spec: job.JobSpec) -> None:
     """Check that a job can start from a model. The rule and codecs of an absent plugin are not asked.
 
     Raises `ModelError` for the model, or `JobFileError` if the code of a plugin fails.
@@ -42,11 +40,11 @@ def check_initial_model(parameters: Parameters, spec: JobSpec) -> None:
         raise ModelError("it has no floating-point tensor to train")
     if not parameters.is_finite():
         raise ModelError("it holds NaN or infinite values")
-    if has_absent(spec):
+    if plugins.has_absent(spec):
         return
     try:
-        with user_code.wrap_errors(f'aggregation.rule = "{name_of(spec.aggregation)}": misfit()'):
-            misfit = build_rule(spec).requirements.misfit(parameters.schema)
+        with user_code.wrap_errors(f'aggregation.rule = "{plugins.name_of(spec.aggregation)}": misfit()'):
+            misfit = job.build_rule(spec).requirements.misfit(parameters.schema)
     except (PluginError, UserCodeError) as exc:
         raise JobFileError(str(exc)) from exc
     if misfit:

@@ -10,13 +10,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, overload
 
-from fedplat import durable
-from fedplat.admin import submission
-from fedplat.admin.connection import AdminConnection
+from fedplat import durable, errors
+from fedplat.admin import connection, submission
 from fedplat.admin.patience import DEFAULT_TIMEOUT_S, Patience
 from fedplat.admin.profile import Profile
 from fedplat.admin.submission import ProgressCallback
-from fedplat.errors import ServerUnreachableError
 from fedplat.job import JobSpec, build_rule, job_file
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, events_pb2, events_pb2_grpc, model_pb2
@@ -34,7 +32,7 @@ class AdminClient:
     """
 
     def __init__(self, profile: Profile, *, timeout_s: float = 30.0, transfer_s: float = 3600.0) -> None:
-        self._connection = AdminConnection(profile, timeout_s)
+        self._connection = connection.AdminConnection(profile, timeout_s)
         self.profile = profile
         self.server = profile.server
         self._transfer_s = transfer_s
@@ -80,7 +78,7 @@ class AdminClient:
                 with self._connection.translate_errors(timeout_s):
                     request, metadata = admin_pb2.GetStatusRequest(), self._connection.metadata
                     return self._operators.GetStatus(request, timeout=left_s, wait_for_ready=True, metadata=metadata)
-            except ServerUnreachableError:  # a connection may also break right after it was opened
+            except errors.ServerUnreachableError:  # a connection may also break right after it was opened
                 if time.monotonic() + _PAUSE_S >= end:
                     raise
             time.sleep(_PAUSE_S)

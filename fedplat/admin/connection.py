@@ -15,8 +15,7 @@ from fedplat import texts, wire
 from fedplat._version import __version__
 from fedplat.admin.profile import DEFAULT_SERVER, Profile
 from fedplat.errors import ServerRefusedError, ServerUnreachableError
-from fedplat.wire import handshake, proxies
-from fedplat.wire.auth import METADATA_CODE, is_address
+from fedplat.wire import auth, handshake, proxies
 
 _CHANNEL_OPTIONS = (
     *wire.CHANNEL_OPTIONS,
@@ -58,7 +57,7 @@ class AdminConnection:
     """
 
     def __init__(self, profile: Profile, timeout_s: float) -> None:
-        if not is_address(profile.server):
+        if not auth.is_address(profile.server):
             raise ValueError(f"server is {profile.server!r}; expected host:port, for instance {DEFAULT_SERVER}")
         self.metadata = ((wire.METADATA_AUTHORIZATION, f"Bearer {profile.token}"),) if profile.token else ()
         self.channel = _open_channel(profile)
@@ -107,12 +106,12 @@ class AdminConnection:
     def _translate(self, exc: Any, timeout_s: float | None) -> ServerUnreachableError | ServerRefusedError:
         server, code, details = self._profile.server, exc.code(), exc.details() or exc.code().name
         trailers = {entry.key: entry.value for entry in exc.trailing_metadata() or ()}
-        if METADATA_CODE in trailers:  # the message is fedplat's own
+        if auth.METADATA_CODE in trailers:  # the message is fedplat's own
             if code is grpc.StatusCode.UNAVAILABLE:
                 text = f"the fedplat server at {server} is not available: {details}"
                 return ServerUnreachableError(text, reason=details)
             retry = _format_retry(str(trailers.get(wire.METADATA_RETRY, "")))
-            return ServerRefusedError(details + retry, code=str(trailers[METADATA_CODE]))
+            return ServerRefusedError(details + retry, code=str(trailers[auth.METADATA_CODE]))
         if code is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is not None:
             return self._unreachable(f"no answer within {timeout_s:g} s")
         if code in _GONE or proxies.is_cut(details):

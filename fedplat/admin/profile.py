@@ -20,8 +20,7 @@ from pathlib import Path
 import msgspec
 
 from fedplat import durable
-from fedplat.config import toml
-from fedplat.config.decoding import prepare_type
+from fedplat.config import decoding, toml
 from fedplat.errors import ProfileError
 
 DEFAULT_SERVER = "127.0.0.1:7443"
@@ -55,7 +54,7 @@ def default_path() -> Path:
 def load(path: Path) -> Profile:
     """Read a profile. Raises `ProfileError`."""
     try:
-        return msgspec.convert(toml.loads(path.read_text("utf-8")), prepare_type(Profile))
+        return msgspec.convert(toml.loads(path.read_text("utf-8")), decoding.prepare_type(Profile))
     except OSError as exc:
         raise ProfileError(f"the profile {path} cannot be read: {exc.strerror}") from exc
     except (msgspec.ValidationError, ValueError) as exc:  # of TOML or UTF-8

@@ -8,9 +8,8 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO, Protocol
 
-from fedplat import wire
+from fedplat import errors, wire
 from fedplat.admin.patience import Patience, Reachable
-from fedplat.errors import FedplatError, ModelError, ServerRefusedError, ServerUnreachableError
 from fedplat.job import JobSpec
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2, model_pb2
@@ -68,14 +67,14 @@ def submit(
 
     try:
         job = waiting.run(client, create)
-    except ServerUnreachableError as exc:
+    except errors.ServerUnreachableError as exc:
         exc.add_note(f"if the job was created nevertheless, submit again with --idempotency-key {key} to get it")
         raise
     if not start or job.status != admin_pb2.JOB_STATUS_DRAFT:
         return job
     try:
         return waiting.run(client, lambda: _start_draft(client, job.job_id))
-    except FedplatError as exc:
+    except errors.FedplatError as exc:
         exc.add_note(f"the job exists and is a draft; start it with: fedplat job start {job.job_id}")
         raise
 
@@ -119,7 +118,7 @@ class OutgoingModel:
         """Raise `ServerRefusedError` if the server stored other bytes than were sent."""
         sent = self._digest.hexdigest()
         if response.digest != sent:
-            raise ServerRefusedError(
+            raise errors.ServerRefusedError(
                 f"the server stored a model with the digest {response.digest or '(none)'}, but {sent} was sent; "
                 "try again"
             )
@@ -143,7 +142,7 @@ def receive_model(
             progress(size, model.size_bytes)
     if model is None or size != model.size_bytes or digest.hexdigest() != model.digest:
         expected = f"{model.size_bytes} bytes with the digest {model.digest}" if model is not None else "a model"
-        raise ModelError(
+        raise errors.ModelError(
             f"the received model is damaged: expected {expected}, received {size} bytes with the digest "
             f"{digest.hexdigest()}; try again"
         )

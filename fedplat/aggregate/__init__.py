@@ -87,32 +87,11 @@ class RuleOptions(Protocol):
 
 
 RULES: Mapping[str, type[RuleOptions]] = by_name(
-    FedAvg,
-    FedAvgM,
-    FedAdam,
-    FedYogi,
-    FedAdagrad,
-    FedNova,
-    QFedAvg,
-    FedBuff,
-    FedAsync,
-    Easgd,
-    Scaffold,
-    FedDyn,
+    FedAvg, FedAvgM, FedAdam, FedYogi, FedAdagrad, FedNova, QFedAvg, FedBuff, FedAsync, Easgd, Scaffold, FedDyn
 )
 """The options record of each rule that is defined here, by its name in a job file."""
 
-define(
-    Kind(
-        "rules",
-        "rule",
-        "an aggregation rule",
-        RuleOptions,
-        ("build",),
-        RULES,
-        BaseRule,
-    )
-)
+define(Kind("rules", "rule", "an aggregation rule", RuleOptions, ("build",), RULES, BaseRule))
 
 
 @runtime_checkable

@@ -11,8 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from fedplat.aggregate.algebra import State, Wrapper
-from fedplat.aggregate.optimizer import server_optimizer
+from fedplat.aggregate import algebra, optimizer
 from fedplat.model import Vector, blocks
 
 SecondMoment = Callable[[Vector, Vector], Vector]
@@ -38,20 +37,17 @@ class AdaptiveOptions(Protocol):
         ...
 
 
-def server_adaptive(options: AdaptiveOptions, second_moment: SecondMoment) -> Wrapper:
+def server_adaptive(options: AdaptiveOptions, second_moment: SecondMoment) -> algebra.Wrapper:
     """Wrap a rule in Algorithm 2 of the paper, with `second_moment` as the rule for v.
 
     The state is `first_moment` (m) and `second_moment` (v), float32 of shape [size].
     """
     beta1, eta, tau = options.beta1, options.learning_rate, options.tau
 
-    def init(size: int) -> State:
-        return {
-            "first_moment": np.zeros(size, np.float32),
-            "second_moment": np.full(size, tau**2, np.float32),
-        }
+    def init(size: int) -> algebra.State:
+        return {"first_moment": np.zeros(size, np.float32), "second_moment": np.full(size, tau**2, np.float32)}
 
-    def update(state: State, delta: Vector) -> tuple[Vector, State]:
+    def update(state: algebra.State, delta: Vector) -> tuple[Vector, algebra.State]:
         first, second, step = (np.empty_like(delta) for _ in range(3))
         for block in blocks(delta.size):  # temporaries of a block's size, not of the model's
             part = delta[block]
@@ -60,4 +56,4 @@ def server_adaptive(options: AdaptiveOptions, second_moment: SecondMoment) -> Wr
             step[block] = eta * first[block] / (np.sqrt(second[block]) + tau)
         return step, {"first_moment": first, "second_moment": second}
 
-    return server_optimizer(init, update)
+    return optimizer.server_optimizer(init, update)

@@ -19,8 +19,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fedplat.aggregate.algebra import Rule, State, Wrapper
-from fedplat.aggregate.optimizer import server_optimizer
+from fedplat.aggregate import algebra, optimizer
 from fedplat.codecs import Codec, with_error_feedback
 from fedplat.model import Vector, VectorBlocks, blocks
 
@@ -30,7 +29,7 @@ def seed_of(job_id: str, version: int) -> int:
     return int.from_bytes(hashlib.sha256(f"downlink {job_id} {version}".encode()).digest(), "big")
 
 
-def compress_step(codec: Codec, seed: int, keep: Callable[[bytes], None]) -> Wrapper:
+def compress_step(codec: Codec, seed: int, keep: Callable[[bytes], None]) -> algebra.Wrapper:
     """Replace a rule's step by its encoded and decoded form; the state `residual` is the accumulated error.
 
     `keep` is called with the payload of each computed step. Codecs work on whole vectors, so the resulting rule is not
@@ -38,10 +37,10 @@ def compress_step(codec: Codec, seed: int, keep: Callable[[bytes], None]) -> Wra
     """
     feedback = with_error_feedback(codec)
 
-    def init(size: int) -> State:
+    def init(size: int) -> algebra.State:
         return {"residual": feedback.init(size)}
 
-    def update(state: State, delta: Vector) -> tuple[Vector, State]:
+    def update(state: algebra.State, delta: Vector) -> tuple[Vector, algebra.State]:
         payload, residual = feedback.encode(state["residual"], VectorBlocks(delta), np.random.default_rng(seed))
         keep(payload)
         step = np.empty_like(delta)
@@ -49,7 +48,7 @@ def compress_step(codec: Codec, seed: int, keep: Callable[[bytes], None]) -> Wra
             step[part] = decoded
         return step, {"residual": residual}
 
-    def wrap(inner: Rule) -> Rule:
-        return dataclasses.replace(server_optimizer(init, update)(inner), blockwise=False)
+    def wrap(inner: algebra.Rule) -> algebra.Rule:
+        return dataclasses.replace(optimizer.server_optimizer(init, update)(inner), blockwise=False)
 
     return wrap

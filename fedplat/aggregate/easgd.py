@@ -26,17 +26,9 @@ from typing import Annotated, Any
 
 import msgspec
 
+from fedplat.aggregate import local
 from fedplat.aggregate import options as ranges
 from fedplat.aggregate.algebra import BaseRule, ClientRequirements, Partial, Rule, State
-from fedplat.aggregate.local import (
-    Arrays,
-    Correction,
-    LocalAlgorithm,
-    LocalEnding,
-    LocalStart,
-    StartContext,
-    UpdateDirection,
-)
 from fedplat.aggregate.mean import weighted_mean
 from fedplat.model import FLOATING, Schema, Vector
 
@@ -62,7 +54,7 @@ class LocalEasgd(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
     def __post_init__(self) -> None:
         ranges.check(self)
 
-    def build(self) -> LocalAlgorithm:
+    def build(self) -> local.LocalAlgorithm:
         """Return the algorithm with these options."""
         return client_easgd(self.rho)
 
@@ -83,27 +75,29 @@ def server_easgd() -> Rule:
     )
 
 
-def client_easgd(rho: float) -> LocalAlgorithm:
+def client_easgd(rho: float) -> local.LocalAlgorithm:
     """Return the client's half; the client state is x_i, initially the centre, and the optimizer's state.
 
     It reports the metric `centre_distance`, ‖x_i - x̃‖ over the trained weights before the exchange.
     """
 
-    def start(context: StartContext) -> LocalStart:
+    def start(context: local.StartContext) -> local.LocalStart:
         own = {name: context.remembered.get(name, centre) for name, centre in context.received.items()}
         apart = {name: own[name] - centre for name, centre in context.received.items()}
         alpha = context.learning_rate * rho
         distance = math.sqrt(sum(_squares(apart[name]) for name in context.trained))
-        return LocalStart(
+        return local.LocalStart(
             weights=own,
             exchange={name: alpha * difference for name, difference in apart.items()},
             metrics={"centre_distance": distance},
         )
 
-    def end(correction: Correction, remembered: Arrays, direction: UpdateDirection) -> LocalEnding:
-        return LocalEnding(remember=direction.weights)
+    def end(
+        correction: local.Correction, remembered: local.Arrays, direction: local.UpdateDirection
+    ) -> local.LocalEnding:
+        return local.LocalEnding(remember=direction.weights)
 
-    return LocalAlgorithm(end=end, start=start, nesterov=True, keeps_optimizer=True)
+    return local.LocalAlgorithm(end=end, start=start, nesterov=True, keeps_optimizer=True)
 
 
 def _misfit(schema: Schema) -> str:

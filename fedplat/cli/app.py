@@ -136,8 +136,7 @@ def options(  # noqa: PLR0913 - a command's parameters are its options
         ),
     ] = None,
     insecure: Annotated[
-        bool,
-        typer.Option("--insecure", envvar="FEDPLAT_INSECURE", help="Connect without TLS."),
+        bool, typer.Option("--insecure", envvar="FEDPLAT_INSECURE", help="Connect without TLS.")
     ] = False,
     as_json: JsonOption = False,
     timeout: AnyTimeoutOption = None,

@@ -10,16 +10,12 @@ from typing import Annotated
 import msgspec
 import typer
 
-from fedplat.cli import progress
-from fedplat.cli.options import JsonOption
-from fedplat.cli.output import Output
-from fedplat.cli.session import FAILED, reporting
+from fedplat.cli import options, output, progress, session
 from fedplat.config.user_code import wrap_errors
 from fedplat.errors import JobFileError
 from fedplat.job import planning
-from fedplat.simulation import api
+from fedplat.simulation import api, privacy_audit
 from fedplat.simulation import privacy_audit as audits
-from fedplat.simulation.privacy_audit import Audit
 from fedplat.simulation.recording import folder as folders
 from fedplat.simulation.scenario import file as files
 from fedplat.simulation.scenario.file import TABLE, SimulationFile
@@ -36,13 +32,13 @@ def audit(  # noqa: PLR0913 - a command's parameters are its options
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the file; repeatable.")
     ] = None,
-    as_json: JsonOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Audit a private job with canaries in a simulation.
 
     Computes a lower bound of the job's epsilon. The exit status is 1 if the bound is above the job's claim.
     """
-    with reporting(context, as_json) as out:
+    with session.reporting(context, as_json) as out:
         if not 0.5 <= confidence < 1.0:
             raise JobFileError(f"--confidence {confidence:g}: expected from 0.5 to below 1")
         read = files.read(file, (changes or []) + ([] if seed is None else [f"simulation.seed={seed}"]))
@@ -52,10 +48,10 @@ def audit(  # noqa: PLR0913 - a command's parameters are its options
         else:
             _print(out, read, found)
         if not found.holds:
-            raise typer.Exit(FAILED)
+            raise typer.Exit(session.FAILED)
 
 
-def _run_audit(out: Output, file: SimulationFile, canaries: int, confidence: float) -> Audit:
+def _run_audit(out: output.Output, file: SimulationFile, canaries: int, confidence: float) -> privacy_audit.Audit:
     planning.require_privacy(file.job)
     if TABLE not in file.raw:
         raise JobFileError(f"{TABLE}: missing; expected a table that describes the simulated fleet and its data")
@@ -71,7 +67,7 @@ def _run_audit(out: Output, file: SimulationFile, canaries: int, confidence: flo
         )
 
 
-def _print(out: Output, file: SimulationFile, found: Audit) -> None:
+def _print(out: output.Output, file: SimulationFile, found: privacy_audit.Audit) -> None:
     best, claimed = found.bound.best, found.claimed
     out.fields(
         {

@@ -14,7 +14,7 @@ from fedplat.admin import AdminClient
 from fedplat.cli import formats, job_lists, lists, round_description
 from fedplat.cli.lists import LimitOption, WatchableCommand, WatchOption
 from fedplat.cli.options import JsonOption, ServerOption
-from fedplat.cli.output import ListColumn, ListLayout, Output, to_record
+from fedplat.cli.output import ListColumn, ListLayout, to_record
 from fedplat.cli.round_description import StateOption
 from fedplat.cli.session import ClientArgument, CommandSession, FormatOption, session
 from fedplat.config import label_expressions
@@ -43,7 +43,10 @@ def describe(command: CommandSession, client_id: str) -> None:
     recent = _recent(admin, client_id)
     output.fields(describe_fields(client) | {"now": explain(client), "assignments": _summarize(recent)})
     if client.state != "revoked":
-        _print_jobs(output, client, _running_jobs(admin, client.population))
+        jobs = _running_jobs(admin, client.population)
+        output.heading("Running jobs of its population")
+        rows = [(job.name, formats.rounds(job.round, job), explain_selection(client, job)) for job in jobs]
+        output.table(("NAME", "#ROUND", "SELECTION"), rows, "no job is running, so no client is selected", folds=True)
     if recent.assignments:
         output.heading("Last assignments")
         output.rows(recent.assignments[:NUM_ASSIGNMENTS], round_description.OF_CLIENT, "", folds=True)
@@ -122,12 +125,6 @@ def _running_jobs(admin: AdminClient, population: str) -> Sequence[admin_pb2.Job
         statuses=[admin_pb2.JOB_STATUS_RUNNING], population=population, newest_first=True, page_size=NUM_JOBS
     )
     return [admin.show_job(job.job_id) for job in admin.page(request).jobs[:NUM_JOBS]]
-
-
-def _print_jobs(output: Output, client: admin_pb2.Client, jobs: Sequence[admin_pb2.Job]) -> None:
-    output.heading("Running jobs of its population")
-    rows = [(job.name, formats.rounds(job.round, job), explain_selection(client, job)) for job in jobs]
-    output.table(("NAME", "#ROUND", "SELECTION"), rows, "no job is running, so no client is selected", folds=True)
 
 
 def _recent(admin: AdminClient, client_id: str) -> admin_pb2.ListAssignmentsResponse:

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedplat import errors, extras
 from fedplat.cli.options import ServerOption
 from fedplat.cli.output import Output
 from fedplat.cli.session import Settings, reporting
-from fedplat.errors import MissingExtraError, ProfileError
-from fedplat.extras import install_command
 
 if TYPE_CHECKING:
     from fedplat.dashboard.source import PageSource
@@ -44,8 +43,8 @@ def dashboard(
         except ModuleNotFoundError as exc:
             if (exc.name or "").partition(".")[0] not in ("starlette", "jinja2", "uvicorn"):
                 raise
-            raise MissingExtraError(
-                f"the dashboard needs {exc.name}; install it with: {install_command('dashboard')}"
+            raise errors.MissingExtraError(
+                f"the dashboard needs {exc.name}; install it with: {extras.install_command('dashboard')}"
             ) from exc
         options = serving.LocalDashboardOptions(
             listen,
@@ -67,7 +66,7 @@ def _source(context: typer.Context, run: Path | None, server: str | None) -> Pag
     try:
         return AdminSource(settings.resolve(server))
     except ValueError as exc:
-        raise ProfileError(str(exc)) from exc
+        raise errors.ProfileError(str(exc)) from exc
 
 
 def _announce(output: Output, address: str, *, is_child: bool) -> None:

@@ -12,9 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
-from fedplat.cli import formats
-from fedplat.cli.options import JsonOption
-from fedplat.cli.session import FAILED, reporting
+from fedplat.cli import formats, options, session
 from fedplat.config import user_code
 from fedplat.errors import DataError
 from fedplat.packed import PackedIndex, PackedReader, PackedWriter
@@ -42,14 +40,14 @@ def pack(  # noqa: PLR0913 - a command's parameters are its options
     shard_mb: Annotated[float, typer.Option(min=0.001, max=65536, metavar="MB", help="Size of a file, in MiB.")] = 64,
     inputs: Annotated[str, typer.Option(metavar="NAME", help="Name of the array of inputs.")] = "inputs",
     targets: Annotated[str, typer.Option(metavar="NAME", help="Name of the array of targets.")] = "targets",
-    as_json: JsonOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Pack examples into Arrow files.
 
     All inputs must have one shape and one type of numbers, and so must all targets. FOLDER appears when it is complete;
     its index names the SHA-256 of each file. It is read by fedplat.pytorch.packed.PackedDataset.
     """
-    with reporting(context, as_json) as output:
+    with session.reporting(context, as_json) as output:
         total, pairs = _open_source(source, inputs, targets)
         try:
             with output.steps("packing") as progress, PackedWriter(out, int(shard_mb * 2**20)) as writer:
@@ -58,7 +56,7 @@ def pack(  # noqa: PLR0913 - a command's parameters are its options
                     progress(writer.num_rows, max(total, writer.num_rows))
         except OSError as exc:
             output.error(f"{out} cannot be written: {exc.strerror or exc}")
-            raise typer.Exit(FAILED) from exc
+            raise typer.Exit(session.FAILED) from exc
         index = PackedReader(out).index
         if output.as_json:
             output.json(_facts(index, out))
@@ -71,10 +69,10 @@ def pack(  # noqa: PLR0913 - a command's parameters are its options
 def check(
     context: typer.Context,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of packed data.")],
-    as_json: JsonOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Read all packed data, and compare each file with its digest."""
-    with reporting(context, as_json) as output:
+    with session.reporting(context, as_json) as output:
         reader = PackedReader(folder)
         with output.steps("checking") as progress:
             reader.verify(progress)

@@ -7,14 +7,12 @@ from typing import Annotated
 
 import typer
 
-from fedplat.admin import AdminClient
+from fedplat import admin, errors
 from fedplat.admin.patience import Patience
-from fedplat.cli import formats
-from fedplat.cli.lists import LimitOption, choose_limit, note_more
+from fedplat.cli import formats, lists
 from fedplat.cli.options import JsonOption, ServerOption, TimeoutOption
 from fedplat.cli.output import ListColumn, ListLayout, Output, to_record
 from fedplat.cli.session import FAILED, INTERRUPTED, CommandSession, FormatOption, own_timeout_s, session
-from fedplat.errors import ServerUnreachableError
 from fedplat.wire.v1 import events_pb2
 
 DEFAULT_NUM_EVENTS = 50
@@ -56,7 +54,7 @@ def events(  # noqa: PLR0913 - a command's parameters are its options
 class EventReader:
     """Shows events of some types and of one job (empty: all), each once and in order."""
 
-    def __init__(self, client: AdminClient, output: Output, types: list[str], job: str) -> None:
+    def __init__(self, client: admin.AdminClient, output: Output, types: list[str], job: str) -> None:
         self._client = client
         self._output = output
         self._types = types
@@ -97,7 +95,7 @@ class EventReader:
 def _follow(command: CommandSession, reader: EventReader) -> None:
     def until_unreachable() -> None:
         reader.follow(command.patience)
-        raise ServerUnreachableError(
+        raise errors.ServerUnreachableError(
             f"the server at {command.client.server} closed the watch", reason="it closed the watch"
         )
 
@@ -225,19 +223,19 @@ def list_deliveries(  # noqa: PLR0913 - a command's parameters are its options
     state: Annotated[
         str, typer.Option(metavar="STATE", help="Only deliveries in this state: pending, delivered or failed.")
     ] = "",
-    limit: LimitOption = None,
+    limit: lists.LimitOption = None,
     form: FormatOption = None,
     server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List deliveries of events to webhooks, the latest event first."""
     with session(context, server, as_json, form=form) as command:
-        number = choose_limit(limit, command.output)
+        number = lists.choose_limit(limit, command.output)
         rows = command.client.iter_deliveries(number + 1 if number else None, webhook_id=webhook, state=state)
         found = list(rows)  # one more than is shown, since the server does not count them
         command.output.rows(found[: number or None], DELIVERY_LAYOUT, "there are no such deliveries")
         if command.output.is_for_people and number and len(found) > number:
-            command.output.note(note_more(number))
+            command.output.note(lists.note_more(number))
 
 
 def _outcome(delivery: events_pb2.Delivery) -> str:

@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from fedplat import errors, texts
 from fedplat.admin.submission import Submission
 from fedplat.cli import formats, jobs
 from fedplat.cli.options import JsonOption, TimeoutOption
 from fedplat.cli.output import Output
 from fedplat.cli.session import FAILED, INTERRUPTED, own_timeout_s, reporting, session
-from fedplat.errors import JobFileError
 from fedplat.simulation.clients.fleet import MAX_CLIENTS
 from fedplat.simulation.recording import folder as folders
 from fedplat.simulation.run_folder import RunFolderOptions
-from fedplat.texts import format_count
 
 if TYPE_CHECKING:
     from fedplat.simulation.api import Run
@@ -115,7 +114,7 @@ def run(  # noqa: PLR0913 - a command's parameters are its options
 def _refuse_options(context: typer.Context, as_json: bool, names: list[str], where: str) -> None:
     if names:
         with reporting(context, as_json):
-            raise JobFileError(f"{', '.join(names)}: expected no such option {where}")
+            raise errors.JobFileError(f"{', '.join(names)}: expected no such option {where}")
 
 
 def _make_submission(folder: Path, run_config: Sequence[str], population: str | None) -> Submission:
@@ -173,7 +172,7 @@ def _print(out: Output, run: Run, folder: Path, lines: _Lines) -> None:
     fields = {
         "status": result.status,
         "virtual time": f"{formats.duration(totals.duration_s)} for {totals.rounds} exchanges of messages"
-        + (f" and {format_count(totals.abandoned, 'abandoned attempt')}" if totals.abandoned else ""),
+        + (f" and {texts.format_count(totals.abandoned, 'abandoned attempt')}" if totals.abandoned else ""),
         "replies": f"{totals.counts.get('MERGED', 0):,} of {totals.assigned:,}",
         "clients": f"{totals.distinct_clients:,} of {result.num_clients:,} received messages",
         "traffic": f"{formats.size(totals.bytes_down)} down, {formats.size(totals.bytes_up)} up",

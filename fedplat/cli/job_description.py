@@ -9,8 +9,7 @@ import typer
 
 from fedplat import step_profile
 from fedplat.admin import AdminClient, descriptions
-from fedplat.cli import formats, job_lists, round_description
-from fedplat.cli.options import JsonOption, ServerOption
+from fedplat.cli import formats, job_lists, options, round_description
 from fedplat.cli.output import ListLayout, Output, Row, to_record
 from fedplat.cli.session import FormatOption, JobArgument, session
 from fedplat.job import JobSpec
@@ -38,8 +37,8 @@ def describe_job(
     context: typer.Context,
     job: JobArgument,
     form: FormatOption = None,
-    server: ServerOption = None,
-    as_json: JsonOption = False,
+    server: options.ServerOption = None,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Describe a job: why it waits or failed, its alerts, its last rounds and what the clients did."""
     with session(context, server, as_json, form=form) as command:

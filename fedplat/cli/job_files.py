@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedplat import initial, submission_checks
+from fedplat import errors, initial, submission_checks
 from fedplat.admin.submission import Submission
-from fedplat.errors import JobFileError, ModelError
 from fedplat.simulation.scenario import file as simulation_file
 
 
@@ -26,7 +25,7 @@ def load(path: Path, server_plugins: frozenset[tuple[str, str]] = frozenset()) -
     try:
         submission_checks.check_initial_model(parameters, spec)
         if (size_bytes := parameters.schema.file_size_bytes) > submission_checks.MAX_MODEL_BYTES:
-            raise ModelError(f"it has {size_bytes} bytes; a server accepts {submission_checks.MAX_MODEL_BYTES}")
-    except ModelError as exc:
-        raise JobFileError(f"model.initial = {spec.model.initial!r}: {exc}") from exc
+            raise errors.ModelError(f"it has {size_bytes} bytes; a server accepts {submission_checks.MAX_MODEL_BYTES}")
+    except errors.ModelError as exc:
+        raise errors.JobFileError(f"model.initial = {spec.model.initial!r}: {exc}") from exc
     return Submission(sent, spec, parameters)

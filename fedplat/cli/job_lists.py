@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from fedplat import errors, texts
 from fedplat.admin import descriptions
 from fedplat.cli import formats, lists, round_description, watch
 from fedplat.cli.formats import SinceOption
@@ -16,11 +17,8 @@ from fedplat.cli.output import ListColumn, ListLayout
 from fedplat.cli.round_description import StateOption
 from fedplat.cli.session import FormatOption, JobArgument, complete_clients, session
 from fedplat.codecs.container import options_to_text
-from fedplat.config.plugins import Plugins
-from fedplat.config.toml import read_record, read_toml
-from fedplat.errors import JobFileError
+from fedplat.config import plugins, toml
 from fedplat.job import JobSpec
-from fedplat.texts import format_count
 from fedplat.wire.v1 import admin_pb2
 
 
@@ -165,8 +163,7 @@ def list_assignments(  # noqa: PLR0913 - a command's parameters are its options
     ] = None,
     attempt: Annotated[int | None, typer.Option(metavar="N", min=1, help="Only those of this attempt.")] = None,
     client: Annotated[
-        str,
-        typer.Option(metavar="CLIENT", help="Only assignments of this client.", autocompletion=complete_clients),
+        str, typer.Option(metavar="CLIENT", help="Only assignments of this client.", autocompletion=complete_clients)
     ] = "",
     state: StateOption = None,
     limit: LimitOption = None,
@@ -227,8 +224,8 @@ def read_spec(job: admin_pb2.Job) -> JobSpec | None:
     """Parse the job file of a job as far as this version of fedplat knows its keys; None if it does not."""
     absent = frozenset((plugin.kind, plugin.name) for plugin in job.plugins)
     try:
-        return read_record(read_toml(job.job_file), JobSpec, plugins=Plugins(absent=absent))
-    except JobFileError:  # from a newer server
+        return toml.read_record(toml.read_toml(job.job_file), JobSpec, plugins=plugins.Plugins(absent=absent))
+    except errors.JobFileError:  # from a newer server
         return None
 
 
@@ -282,9 +279,9 @@ def _largest_norm(attempt: admin_pb2.Round) -> str:
 
 def describe_clocks(clocks: admin_pb2.Clocks) -> str:
     """Describe the clocks of the clients of a job: the slowest, the fastest, who waits, and how many rest."""
-    text = f"{clocks.minimum} to {clocks.maximum}, of {format_count(clocks.num_members, 'client')}"
+    text = f"{clocks.minimum} to {clocks.maximum}, of {texts.format_count(clocks.num_members, 'client')}"
     if clocks.num_withheld:
         text += f"; waiting for slower ones: {descriptions.join_names(clocks.withheld, clocks.num_withheld)}"
     if clocks.num_resting:
-        text += f"; at rest after they have left: {format_count(clocks.num_resting, 'client')}"
+        text += f"; at rest after they have left: {texts.format_count(clocks.num_resting, 'client')}"
     return text

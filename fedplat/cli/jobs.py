@@ -11,9 +11,7 @@ import typer
 from fedplat.admin import AdminClient
 from fedplat.admin.patience import Patience
 from fedplat.admin.submission import Submission, submit
-from fedplat.cli import following, formats, job_description, job_lists
-from fedplat.cli.job_files import load
-from fedplat.cli.lists import WatchableCommand
+from fedplat.cli import following, formats, job_description, job_files, job_lists, lists
 from fedplat.cli.options import JsonOption, ServerOption, TimeoutOption
 from fedplat.cli.output import Output, to_record
 from fedplat.cli.session import WRONG_USAGE, CommandSession, JobArgument, own_timeout_s, reporting, session
@@ -123,11 +121,11 @@ def print_schema() -> None:
     typer.echo(job_schema.format_schema(), nl=False)
 
 
-app.command("list", cls=WatchableCommand)(job_lists.list_jobs)
+app.command("list", cls=lists.WatchableCommand)(job_lists.list_jobs)
 app.command("show")(job_lists.show_job)
 app.command("describe")(job_description.describe_job)
-app.command("rounds", cls=WatchableCommand)(job_lists.list_rounds)
-app.command("assignments", cls=WatchableCommand)(job_lists.list_assignments)
+app.command("rounds", cls=lists.WatchableCommand)(job_lists.list_rounds)
+app.command("assignments", cls=lists.WatchableCommand)(job_lists.list_assignments)
 app.command("watch")(following.watch_job)
 app.command("logs")(following.show_logs)
 app.command("wait")(following.wait_for_job)
@@ -246,7 +244,7 @@ def _calibrate(output: Output, file: Path, spec: JobSpec) -> None:
 
 def _load(file: Path, server_plugins: frozenset[tuple[str, str]] = frozenset()) -> Submission:
     with simulation_file.naming(file):
-        return load(file, server_plugins)
+        return job_files.load(file, server_plugins)
 
 
 def _warn(output: Output, submission: Submission) -> None:

@@ -18,9 +18,8 @@ from typer.core import TyperCommand
 from typing_extensions import override
 
 from fedplat.admin.patience import DEFAULT_TIMEOUT_S, Patience
-from fedplat.cli import formats
+from fedplat.cli import formats, session
 from fedplat.cli.output import ListLayout, Output, OutputFormat, Row, TextTable
-from fedplat.cli.session import INTERRUPTED, CommandSession
 
 Page = TypeVar("Page", bound=Message)
 DEFAULT_LIMIT = 50
@@ -147,7 +146,7 @@ def note_more(num_rows: int) -> str:
 
 
 def show(
-    command: CommandSession,
+    command: session.CommandSession,
     query: Query[Row],
     layout: ListLayout[Row],
     limit: int | None = None,
@@ -172,7 +171,7 @@ def choose_limit(limit: int | None, output: Output) -> int:
 
 
 def _watch(
-    command: CommandSession,
+    command: session.CommandSession,
     query: Query[Row],
     layout: ListLayout[Row],
     limit: int | None,
@@ -198,7 +197,7 @@ def _watch(
                 live.update(_picture(output, query, layout, rows), refresh=True)
                 pause(every_s)
     except KeyboardInterrupt as exc:
-        raise typer.Exit(INTERRUPTED) from exc
+        raise typer.Exit(session.INTERRUPTED) from exc
 
 
 def _take(rows: QueryRows[Row]) -> tuple[list[Row], str]:

@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from fedplat.cli import formats, lists
+from fedplat.cli import formats, lists, options
 from fedplat.cli.lists import LimitOption, WatchableCommand, WatchOption
-from fedplat.cli.options import JsonOption, ServerOption
 from fedplat.cli.output import ListColumn, ListLayout, to_record
 from fedplat.cli.session import FAILED, WRONG_USAGE, FormatOption, JobArgument, session
 from fedplat.wire.v1 import admin_pb2
@@ -41,8 +40,8 @@ def list_versions(  # noqa: PLR0913 - a command's parameters are its options
     limit: LimitOption = None,
     watch: WatchOption = None,
     form: FormatOption = None,
-    server: ServerOption = None,
-    as_json: JsonOption = False,
+    server: options.ServerOption = None,
+    as_json: options.JsonOption = False,
 ) -> None:
     """List the model versions of a job."""
     with session(context, server, as_json, form=form) as command:
@@ -82,8 +81,8 @@ def export_model(
         int | None,
         typer.Option(min=0, max=2**32 - 1, metavar="N", help="Version, 0 for the initial model. Default: the latest."),
     ] = None,
-    server: ServerOption = None,
-    as_json: JsonOption = False,
+    server: options.ServerOption = None,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Export a model version to a safetensors file.
 

@@ -13,9 +13,7 @@ from typing import Annotated
 
 import typer
 
-from fedplat.cli.options import JsonOption
-from fedplat.cli.output import Output
-from fedplat.cli.session import WRONG_USAGE, reporting
+from fedplat.cli import options, output, session
 from fedplat.config.toml import suggest
 from fedplat.simulation.scenario import schema
 from fedplat.texts import NAME_PATTERN
@@ -41,19 +39,19 @@ def new(
     template: Annotated[
         str, typer.Option("--template", "-t", metavar="NAME", help=f"Template: {', '.join(TEMPLATES)}.")
     ] = "numpy",
-    as_json: JsonOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Create a small project: a model, a client, a job to simulate and to submit, and tests."""
-    with reporting(context, as_json) as out:
+    with session.reporting(context, as_json) as out:
         name = folder.resolve().name
         if mistake := _find_mistake(folder, name, template):
             out.error(mistake)
-            raise typer.Exit(WRONG_USAGE)
+            raise typer.Exit(session.WRONG_USAGE)
         try:
             files = create(folder, name, template)
         except OSError as exc:
             out.error(f"{folder} cannot be written: {exc.strerror or exc}; choose another folder")
-            raise typer.Exit(WRONG_USAGE) from exc
+            raise typer.Exit(session.WRONG_USAGE) from exc
         _print(out, folder, files)
 
 
@@ -94,7 +92,7 @@ def _files(folder: Traversable) -> list[Traversable]:
     return [file for file in folder.iterdir() if file.is_file()]  # pip adds a folder with bytecode
 
 
-def _print(out: Output, folder: Path, files: list[str]) -> None:
+def _print(out: output.Output, folder: Path, files: list[str]) -> None:
     if out.as_json:
         out.json({"folder": str(folder), "files": files})
         return

@@ -16,16 +16,14 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from fedplat import texts
-from fedplat.cli import progress
+from fedplat import local_options, texts
+from fedplat.cli import progress, session
 from fedplat.cli.options import JsonOption
 from fedplat.cli.output import Output
-from fedplat.cli.session import reporting
 from fedplat.config.user_code import wrap_errors
 from fedplat.errors import JobFileError
 from fedplat.job import JobSpec, planning
 from fedplat.job.planning import NoiseCost, PrivacyPlan
-from fedplat.local_options import LocalOptions
 from fedplat.privacy import Mechanism, losses
 from fedplat.privacy.steps import StepCharge
 from fedplat.simulation import api
@@ -68,7 +66,7 @@ def plan(  # noqa: PLR0913 - a command's parameters are its options
     Shows its epsilon, and that of other numbers of rounds, cohorts and noise; for example-level privacy ([config] dp),
     epsilon by the numbers of a client's examples and rounds.
     """
-    with reporting(context, as_json) as out:
+    with session.reporting(context, as_json) as out:
         if plot is not None and plot.suffix.lower() != ".png":
             raise JobFileError(f"--plot {plot}: expected a name that ends in .png")
         read = files.read(file, changes or [])
@@ -90,11 +88,11 @@ def plan(  # noqa: PLR0913 - a command's parameters are its options
             _print(out, read, found, scores)
 
 
-def _example_level(file: SimulationFile) -> LocalOptions | None:
+def _example_level(file: SimulationFile) -> local_options.LocalOptions | None:
     """Return the local options of a job with example-level privacy only; None for another."""
     if file.job.privacy is not None or file.job.config.get("dp", "none") == "none":
         return None
-    return LocalOptions.from_config(file.job.config, file.plugins)
+    return local_options.LocalOptions.from_config(file.job.config, file.plugins)
 
 
 def _make_plan(out: Output, file: SimulationFile, clients: int, noise: Sequence[float]) -> PrivacyPlan:
@@ -166,11 +164,7 @@ def _simulate_plan(
 
 def _run(out: Output, file: SimulationFile, name: str, data: Federation | None) -> float | None:
     board = progress.ProgressEstimate(name, file.job.rounds, file.simulation.target_metric, time.monotonic)
-    with (
-        wrap_errors("the training"),
-        api.prepare(file, data) as setup,
-        progress.showing(out, board) as observe,
-    ):
+    with wrap_errors("the training"), api.prepare(file, data) as setup, progress.showing(out, board) as observe:
         last = api.execute(file, setup, observe, on_replayed=board.begin).summary.last
     return None if last is None else last.value
 
@@ -305,7 +299,7 @@ class ExamplePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_examples(
-    spec: JobSpec, options: LocalOptions, examples: Sequence[int] = (), num_clients: int = 0
+    spec: JobSpec, options: local_options.LocalOptions, examples: Sequence[int] = (), num_clients: int = 0
 ) -> list[ExamplePlan]:
     """Return epsilon by the numbers of examples and of rounds. Raises `MissingExtraError` without Opacus."""
     from fedplat.pytorch.dp import epsilon
@@ -338,7 +332,7 @@ def _mean_rounds(spec: JobSpec, num_clients: int) -> int:
 
 
 def show_examples(
-    out: Output, spec: JobSpec, options: LocalOptions, found: Sequence[ExamplePlan], num_clients: int
+    out: Output, spec: JobSpec, options: local_options.LocalOptions, found: Sequence[ExamplePlan], num_clients: int
 ) -> None:
     """Print a plan."""
     if out.as_json:

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fedplat.cli import auditing, formats, planning
-from fedplat.cli.options import JsonOption, ServerOption
+from fedplat.cli import auditing, formats, options, planning
 from fedplat.cli.output import ListColumn, ListLayout, Output, to_record
 from fedplat.cli.session import WRONG_USAGE, FormatOption, session
 from fedplat.privacy.releases import ADJACENCY
@@ -20,8 +19,8 @@ def show(
     context: typer.Context,
     job: Annotated[str, typer.Argument(metavar="JOB", help="Id or name of a job. Default: all private jobs.")] = "",
     form: FormatOption = None,
-    server: ServerOption = None,
-    as_json: JsonOption = False,
+    server: options.ServerOption = None,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Show the releases and costs of private jobs, and budgets.
 
@@ -34,7 +33,11 @@ def show(
         elif job and command.output.is_for_people:
             _show_one(command.output, found)
         else:
-            _show_all(command.output, found)
+            output = command.output
+            output.rows(found.jobs, BUDGET_LAYOUT, "there are no private jobs")
+            if output.is_for_people:
+                for population in found.populations:
+                    output.line(_of_population(population))
 
 
 def budget(  # noqa: PLR0913 - a command's parameters are its options
@@ -43,8 +46,8 @@ def budget(  # noqa: PLR0913 - a command's parameters are its options
     epsilon: Annotated[float | None, typer.Option(help="Total epsilon of all private jobs.")] = None,
     delta: Annotated[float | None, typer.Option(help="Delta of the budget, such as 1e-6.")] = None,
     remove: Annotated[bool, typer.Option("--remove", help="Remove the budget.")] = False,
-    server: ServerOption = None,
-    as_json: JsonOption = False,
+    server: options.ServerOption = None,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Set or remove the privacy budget of a population.
 
@@ -105,13 +108,6 @@ BUDGET_LAYOUT = ListLayout[admin_pb2.JobPrivacy](
         ListColumn("#DELTA", lambda job: f"{job.delta:g}"),
     ),
 )
-
-
-def _show_all(output: Output, found: admin_pb2.ShowPrivacyResponse) -> None:
-    output.rows(found.jobs, BUDGET_LAYOUT, "there are no private jobs")
-    if output.is_for_people:
-        for population in found.populations:
-            output.line(_of_population(population))
 
 
 def _noise(job: admin_pb2.JobPrivacy) -> str:

@@ -10,10 +10,9 @@ import typer
 
 from fedplat.admin import AdminClient, descriptions
 from fedplat.admin.descriptions import largest_loss, list_facts
-from fedplat.cli import formats, lists, watch
-from fedplat.cli.options import JsonOption, ServerOption
+from fedplat.cli import formats, lists, options, watch
 from fedplat.cli.output import ListColumn, ListLayout, Output, to_record
-from fedplat.cli.session import CommandSession, FormatOption, JobArgument, session
+from fedplat.cli.session import FormatOption, JobArgument, session
 from fedplat.texts import format_count
 from fedplat.wire.v1 import admin_pb2
 
@@ -37,13 +36,16 @@ def describe_round(  # noqa: PLR0913 - a command's parameters are its options
         int | None, typer.Option(metavar="N", min=1, help="Attempt at the round. Default: the last.")
     ] = None,
     form: FormatOption = None,
-    server: ServerOption = None,
-    as_json: JsonOption = False,
+    server: options.ServerOption = None,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Describe a round: its funnel, the reasons why clients did not contribute, and outcomes by label."""
     with session(context, server, as_json, form=form) as command:
         found = command.client.show_round(job, round_, attempt or 0)
-        lost = _list_lost(command, job, found.round)
+        request = admin_pb2.ListAssignmentsRequest(
+            job=job, round=found.round.round, attempt=found.round.attempt, states=_LOST, page_size=NUM_ASSIGNMENTS
+        )
+        lost = command.client.page(request).assignments[:NUM_ASSIGNMENTS]
         if command.output.as_json:
             command.output.json(to_record(found) | {"assignments": [to_record(one) for one in lost]})
         elif not command.output.is_for_people:
@@ -77,18 +79,8 @@ def print_funnel(output: Output, attempt: admin_pb2.Round) -> None:
         output.sentence(sentence)
 
 
-def _list_lost(command: CommandSession, job: str, attempt: admin_pb2.Round) -> Sequence[admin_pb2.AssignmentDetails]:
-    request = admin_pb2.ListAssignmentsRequest(
-        job=job, round=attempt.round, attempt=attempt.attempt, states=_LOST, page_size=NUM_ASSIGNMENTS
-    )
-    return command.client.page(request).assignments[:NUM_ASSIGNMENTS]
-
-
 def _print(
-    output: Output,
-    job: admin_pb2.Job,
-    found: admin_pb2.RoundDetails,
-    lost: Sequence[admin_pb2.AssignmentDetails],
+    output: Output, job: admin_pb2.Job, found: admin_pb2.RoundDetails, lost: Sequence[admin_pb2.AssignmentDetails]
 ) -> None:
     attempt = found.round
     phase = formats.attempt_phase(attempt.phase).lower()
@@ -185,11 +177,7 @@ _COMMON: Sequence[ListColumn[_Details]] = (
 OF_JOB = ListLayout[_Details](lambda one: one.client_id, (ListColumn("CLIENT", lambda one: one.client_id), *_COMMON))
 OF_CLIENT = ListLayout[_Details](
     lambda one: one.job_id,
-    (
-        ListColumn("JOB", lambda one: one.job_id, is_wide=True),
-        ListColumn("NAME", lambda one: one.job_name),
-        *_COMMON,
-    ),
+    (ListColumn("JOB", lambda one: one.job_id, is_wide=True), ListColumn("NAME", lambda one: one.job_name), *_COMMON),
 )
 
 

@@ -23,23 +23,11 @@ import click
 import msgspec
 import typer
 
-from fedplat import texts
+from fedplat import errors, texts
 from fedplat.admin import AdminClient, profile
 from fedplat.admin.patience import DEFAULT_TIMEOUT_S, Patience
 from fedplat.cli import formats
 from fedplat.cli.output import Output, OutputFormat
-from fedplat.errors import (
-    DataError,
-    FedplatError,
-    JobFileError,
-    MissingProfileError,
-    ProfileError,
-    ReplayError,
-    ServerRefusedError,
-    ServerUnreachableError,
-    TrackerError,
-    UserCodeError,
-)
 from fedplat.wire.v1 import admin_pb2
 
 
@@ -73,14 +61,14 @@ class Settings:
         """Return the stored profile; an empty one if none is stored or needed."""
         try:
             path = self.profile if self.profile is not None else profile.default_path()
-        except ProfileError:
+        except errors.ProfileError:
             if is_needed:
                 raise
             return profile.Profile()
         if self.profile is not None or path.exists():
             return profile.load(path)
         if is_needed:
-            raise MissingProfileError(
+            raise errors.MissingProfileError(
                 f"there is no profile at {path}; expected one there, or --profile FILE or FEDPLAT_PROFILE. "
                 "fedplat-server dev writes it on this machine; fedplat-server init writes the first profile on the "
                 "server's machine (DATA_DIR/admin.toml)"
@@ -137,7 +125,7 @@ def ask_server(context: click.Context, ask: Callable[[AdminClient], _Names], lim
         try:
             with AdminClient(_settings(context).resolve(context.params.get("server")), timeout_s=limit_s) as client:
                 answers.put(ask(client))
-        except (FedplatError, ValueError, OSError):
+        except (errors.FedplatError, ValueError, OSError):
             answers.put([])
 
     threading.Thread(target=run, name="completion", daemon=True).start()
@@ -160,7 +148,14 @@ def _settings(context: click.Context) -> Settings:
 
 
 FAILED, WRONG_USAGE, TIMED_OUT, NOT_ALLOWED, UNREACHABLE, INTERRUPTED = 1, 2, 3, 4, 5, 130
-_USAGE_ERRORS = (JobFileError, UserCodeError, ProfileError, DataError, ReplayError, TrackerError)
+_USAGE_ERRORS = (
+    errors.JobFileError,
+    errors.UserCodeError,
+    errors.ProfileError,
+    errors.DataError,
+    errors.ReplayError,
+    errors.TrackerError,
+)
 _LOGIN_CODES = frozenset({"NO_OPERATOR", "ROLE_TOO_LOW", "TOO_MANY_LOGINS"})
 """The error codes of a server that refuses the operator, not the request."""
 
@@ -176,8 +171,7 @@ FormatOption = Annotated[
     ),
 ]
 JobArgument = Annotated[
-    str,
-    typer.Argument(metavar="JOB", help="Id of the job, or its name if it is unique.", autocompletion=complete_jobs),
+    str, typer.Argument(metavar="JOB", help="Id of the job, or its name if it is unique.", autocompletion=complete_jobs)
 ]
 ClientArgument = Annotated[
     str, typer.Argument(metavar="CLIENT", help="Id of the client.", autocompletion=complete_clients)
@@ -204,7 +198,7 @@ def reporting(
     output = Output(form=_choose(as_json or settings_of(context).as_json, form, json_form))
     try:
         yield output
-    except FedplatError as exc:
+    except errors.FedplatError as exc:
         for line in str(exc).splitlines():
             output.error(line)
         for note in getattr(exc, "__notes__", ()):
@@ -215,11 +209,13 @@ def reporting(
         raise typer.Exit(WRONG_USAGE) from exc
 
 
-def exit_status(error: FedplatError) -> int:
+def exit_status(error: errors.FedplatError) -> int:
     """Return the exit status of a command that ends with an error."""
-    if isinstance(error, ServerUnreachableError):
+    if isinstance(error, errors.ServerUnreachableError):
         return UNREACHABLE
-    if isinstance(error, MissingProfileError) or (isinstance(error, ServerRefusedError) and error.code in _LOGIN_CODES):
+    if isinstance(error, errors.MissingProfileError) or (
+        isinstance(error, errors.ServerRefusedError) and error.code in _LOGIN_CODES
+    ):
         return NOT_ALLOWED
     return WRONG_USAGE if isinstance(error, _USAGE_ERRORS) else FAILED
 

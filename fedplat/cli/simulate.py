@@ -13,12 +13,10 @@ from typing import Annotated
 import msgspec
 import typer
 
-from fedplat.cli import progress
-from fedplat.cli.options import JsonOption
+from fedplat import errors, texts
+from fedplat.cli import options, progress, session
 from fedplat.cli.output import Output
-from fedplat.cli.session import FAILED, INTERRUPTED, reporting
 from fedplat.config.user_code import wrap_errors
-from fedplat.errors import JobFileError, MissingExtraError
 from fedplat.simulation import api
 from fedplat.simulation.api import Run
 from fedplat.simulation.recording import folder as folders
@@ -27,7 +25,6 @@ from fedplat.simulation.run_folder import CHECKPOINT_S, RunFolderOptions
 from fedplat.simulation.scenario import file as files
 from fedplat.simulation.scenario.file import SimulationFile
 from fedplat.simulation.setup import load_data
-from fedplat.texts import format_count
 
 
 def simulate(  # noqa: PLR0913 - a command's parameters are its options
@@ -64,10 +61,10 @@ def simulate(  # noqa: PLR0913 - a command's parameters are its options
     show_data: Annotated[
         bool, typer.Option("--show-data", help="Show how data is split over clients, and exit.")
     ] = False,
-    as_json: JsonOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Simulate a job and its fleet in virtual time."""
-    with reporting(context, as_json) as out:
+    with session.reporting(context, as_json) as out:
         chosen = _changes(training, engine, workers, seed, rounds) + (changes or [])
         read = files.read(file, chosen)
         if show_data:
@@ -80,12 +77,12 @@ def simulate(  # noqa: PLR0913 - a command's parameters are its options
             run = _run(out, read, run_folder)
         except KeyboardInterrupt as exc:
             out.note(f"stopped; resume with: {_command(file, run_folder, chosen)}")
-            raise typer.Exit(INTERRUPTED) from exc
+            raise typer.Exit(session.INTERRUPTED) from exc
         _draw(out, run, run_folder.folder, plots)
         _print(out, run, run_folder.folder)
         if run.result.problem:
             out.error(f"{run.result.job} is not complete: {run.result.problem}")
-            raise typer.Exit(FAILED)
+            raise typer.Exit(session.FAILED)
 
 
 def _changes(
@@ -131,14 +128,14 @@ def _introduction(
 ) -> str:
     how = f"engine {engine}" + (f", {workers} workers" if workers > 1 else "") if workers else "no training"
     counts = ((file.job.rounds, "round"), (num_clients, "client"), (file.job.selection.goal, "report"))
-    what = f"{file.job.name}: {', '.join(format_count(number, noun) for number, noun in counts)} each"
+    what = f"{file.job.name}: {', '.join(texts.format_count(number, noun) for number, noun in counts)} each"
     return f"{what}; {how}, seed {file.simulation.seed}; {run_folder.folder}"
 
 
 def _show_data(out: Output, file: SimulationFile) -> None:
     federation = load_data(file)
     if federation is None:
-        raise JobFileError("simulation.data: missing; expected a table that describes the data to show")
+        raise errors.JobFileError("simulation.data: missing; expected a table that describes the data to show")
     if out.as_json:
         out.json(data_report.facts(federation))
         return
@@ -151,7 +148,7 @@ def _draw(out: Output, run: Run, folder: Path, plots: bool | None) -> None:
         return
     try:
         run.save_plots(folder)
-    except MissingExtraError as exc:
+    except errors.MissingExtraError as exc:
         if plots:
             raise
         out.note(str(exc))

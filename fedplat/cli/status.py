@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from fedplat.cli import formats
-from fedplat.cli.options import JsonOption, ServerOption, StatusTimeoutOption
+from fedplat.cli import formats, options
 from fedplat.cli.session import FormatOption, own_timeout_s, session
 from fedplat.wire.v1 import admin_pb2
 
@@ -13,9 +12,9 @@ from fedplat.wire.v1 import admin_pb2
 def status(
     context: typer.Context,
     form: FormatOption = None,
-    server: ServerOption = None,
-    as_json: JsonOption = False,
-    timeout: StatusTimeoutOption = None,
+    server: options.ServerOption = None,
+    as_json: options.JsonOption = False,
+    timeout: options.StatusTimeoutOption = None,
 ) -> None:
     """Show server status."""
     with session(context, server, as_json, own_timeout_s(context, timeout, 0.0), form=form) as command:

@@ -16,15 +16,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from fedplat import errors, texts
 from fedplat import sweep as sweeps
-from fedplat import texts
-from fedplat.cli import formats
+from fedplat.cli import formats, session
 from fedplat.cli.options import JsonOption
 from fedplat.cli.output import Output, table
 from fedplat.cli.progress import show_live
-from fedplat.cli.session import INTERRUPTED, reporting
 from fedplat.config.toml_text import format_toml
-from fedplat.errors import MissingExtraError
 from fedplat.simulation.run_folder import CHECKPOINT_S
 from fedplat.sweep import StepProgress, SweepFile, SweepResult, SweepRow, plan
 from fedplat.sweep.runner import WorkerOptions, default_folder, num_processes
@@ -54,7 +52,7 @@ def sweep(  # noqa: PLR0913 - a command's parameters are its options
 
     The same command continues a sweep that was stopped or killed, with the same result.
     """
-    with reporting(context, as_json) as out:
+    with session.reporting(context, as_json) as out:
         read = sweeps.read(file)
         options = WorkerOptions(jobs=jobs, ray=ray, checkpoint_s=checkpoint_s)
         if show_plan:
@@ -65,7 +63,7 @@ def sweep(  # noqa: PLR0913 - a command's parameters are its options
             result = _run(out, read, folder, options)
         except KeyboardInterrupt as exc:
             out.note(f"stopped; continue with: {_command(file, output, options)}")
-            raise typer.Exit(INTERRUPTED) from exc
+            raise typer.Exit(session.INTERRUPTED) from exc
         _draw(out, result, plots)
         _print(out, result)
 
@@ -128,7 +126,7 @@ def _draw(out: Output, result: SweepResult, plots: bool | None) -> None:
         return
     try:
         result.plot()
-    except MissingExtraError as exc:
+    except errors.MissingExtraError as exc:
         if plots:
             raise
         out.note(str(exc))

@@ -14,16 +14,13 @@ from typing import Annotated
 
 import typer
 
-from fedplat import trackers
-from fedplat.admin import AdminClient
+from fedplat import admin, errors, trackers
 from fedplat.cli.watch import ENDED, AttemptTable
 from fedplat.config.toml import read_toml
-from fedplat.errors import FedplatError
 from fedplat.wire.v1 import admin_pb2
 
 TensorBoardOption = Annotated[
-    Path | None,
-    typer.Option("--tensorboard", metavar="DIR", help="Write event files for TensorBoard to DIR/JOB_ID."),
+    Path | None, typer.Option("--tensorboard", metavar="DIR", help="Write event files for TensorBoard to DIR/JOB_ID.")
 ]
 MlflowOption = Annotated[
     str, typer.Option("--mlflow", metavar="URI", help="Tracking server, database or folder of MLflow for the rounds.")
@@ -89,7 +86,7 @@ class RoundTracker:
         self._asked_at = self._now()
         try:
             num_releases, epsilon = self._find_epsilon()
-        except FedplatError:  # the server is away: a later round asks again, or the next watch
+        except errors.FedplatError:  # the server is away: a later round asks again, or the next watch
             return
         if num_releases == self._num_releases:
             self._log(self._last.round, self._last.time_s, {"privacy/epsilon": epsilon})
@@ -118,7 +115,7 @@ def _metrics(attempt: admin_pb2.Round) -> Iterator[tuple[str, float]]:
 
 @contextlib.contextmanager
 def track(
-    client: AdminClient, job: admin_pb2.Job, options: TrackerOptions, tell: Callable[[str], object]
+    client: admin.AdminClient, job: admin_pb2.Job, options: TrackerOptions, tell: Callable[[str], object]
 ) -> Generator[Callable[[admin_pb2.JobEvent], None]]:
     """Open the trackers of a job; yields the function that tracks an event.
 
@@ -156,7 +153,7 @@ def _describe(job: admin_pb2.Job) -> trackers.TrackedRun:
     return trackers.TrackedRun(job.job_id, job.job_id, job.name, params, tags)
 
 
-def _epsilon_of(client: AdminClient, job: admin_pb2.Job) -> Callable[[], tuple[int, float]] | None:
+def _epsilon_of(client: admin.AdminClient, job: admin_pb2.Job) -> Callable[[], tuple[int, float]] | None:
     if "privacy" not in read_toml(job.job_file):
         return None
 
@@ -167,10 +164,10 @@ def _epsilon_of(client: AdminClient, job: admin_pb2.Job) -> Callable[[], tuple[i
     return find
 
 
-def _find_status(client: AdminClient, job: admin_pb2.Job) -> trackers.RunStatus:
+def _find_status(client: admin.AdminClient, job: admin_pb2.Job) -> trackers.RunStatus:
     """Return the final status of a job; RUNNING if it is open, or if the server does not answer."""
     try:
         status = client.show_job(job.job_id).status
-    except FedplatError:
+    except errors.FedplatError:
         return "RUNNING"
     return _STATUSES[status] if status in ENDED else "RUNNING"

@@ -143,7 +143,9 @@ def _quantize(
     """Return the codes [d, m] of a block, and the scale of each column: S times the factor of the rotation."""
     dimension, num_columns = _shape(block.size)
     rows = np.zeros((dimension, num_columns), np.float32)
-    factor = _power_of_two(block)
+    # An exact factor that brings the largest magnitude near 1, so that no square overflows or underflows.
+    largest = max(block.max(), -block.min())
+    factor = np.float32(2.0 ** min(-int(np.frexp(largest)[1]), 127))
     np.multiply(block, factor, out=rows.reshape(-1)[: block.size])
     rotated = rotations.forward(rows)
     norms = np.sqrt(np.square(rotated).sum(axis=0) / np.float32(dimension))
@@ -157,12 +159,6 @@ def _quantize(
     if (scales > _largest_scale(dimension, centroids)).any():
         raise CodecError("the vector has entries that are too large to be rotated")
     return codes, scales.astype(np.float32)
-
-
-def _power_of_two(block: Vector) -> np.float32:
-    """Return an exact factor that brings the largest magnitude near 1, so that no square overflows or underflows."""
-    largest = max(block.max(), -block.min())
-    return np.float32(2.0 ** min(-int(np.frexp(largest)[1]), 127))
 
 
 def _largest_scale(dimension: int, centroids: npt.NDArray[np.float32]) -> float:

@@ -13,16 +13,15 @@ from functools import partial
 import numpy as np
 import zstandard
 
+from fedplat import errors, model
 from fedplat.codecs.codec import Codec, PlainSource
-from fedplat.errors import CodecError
-from fedplat.model import BLOCK, Blocks
 
 _LEVEL = 1
 """Higher levels look for repetitions, of which updates have none: level 3 saves 2 % at two thirds of the speed."""
 _LENGTH_BYTES = 4
 _FRAME_BYTES = 128
 """Bytes that the length and the frame add to an incompressible chunk, besides 1/256 of it (`ZSTD_COMPRESSBOUND`)."""
-_MAX_CHUNK = 8 * BLOCK
+_MAX_CHUNK = 8 * model.BLOCK
 """Maximum size in bytes of a decompressed frame: no codec writes more for a block."""
 
 
@@ -33,7 +32,7 @@ def zstd(inner: Codec, item_bytes: int = 1) -> Codec:
     compressed together, then the second ones, and so on: exponents are similar, mantissas are not.
     """
 
-    def write(vector: Blocks, rng: np.random.Generator) -> Iterator[bytes]:
+    def write(vector: model.Blocks, rng: np.random.Generator) -> Iterator[bytes]:
         compressor = zstandard.ZstdCompressor(level=_LEVEL)
         for chunk in inner.write(vector, rng):
             frame = compressor.compress(_split(chunk, item_bytes))
@@ -41,7 +40,7 @@ def zstd(inner: Codec, item_bytes: int = 1) -> Codec:
 
     def max_bytes(size: int) -> int:
         most = inner.max_bytes(size)
-        return most + most // 256 + _FRAME_BYTES * -(-size // BLOCK)
+        return most + most // 256 + _FRAME_BYTES * -(-size // model.BLOCK)
 
     return dataclasses.replace(inner, write=write, max_bytes=max_bytes, open=partial(_Frames, item_bytes=item_bytes))
 
@@ -70,10 +69,10 @@ class _Frames:
             size = zstandard.get_frame_parameters(frame).content_size
             # Check before decompression, which allocates memory of the announced size.
             if not 0 < size <= _MAX_CHUNK or size % self._item_bytes:
-                raise CodecError(f"a frame claims {size} bytes; expected 1 to {_MAX_CHUNK}")
+                raise errors.CodecError(f"a frame claims {size} bytes; expected 1 to {_MAX_CHUNK}")
             chunk = self._decompressor.decompress(frame, allow_extra_data=False)
         except zstandard.ZstdError as exc:
-            raise CodecError(f"the payload cannot be decompressed: {exc}") from exc
+            raise errors.CodecError(f"the payload cannot be decompressed: {exc}") from exc
         return _merge_planes(chunk, self._item_bytes)
 
 

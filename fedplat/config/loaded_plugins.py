@@ -19,8 +19,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from fedplat.config import user_code
-from fedplat.config.decoding import prepare_type
+from fedplat.config import decoding, user_code
 from fedplat.config.plugins import (
     BUILTIN,
     ENTRY_POINTS,
@@ -193,8 +192,8 @@ def decode_with_plugins(content: bytes, record: type[Request]) -> Request:
 
     Raises `PluginError` or `UserCodeError` if one of them cannot be used.
     """
-    plugins = load_references(msgspec.msgpack.decode(content, type=prepare_type(_WithPlugins)).plugins)
-    return msgspec.msgpack.decode(content, type=prepare_type(record), dec_hook=plugins.table.decode)
+    plugins = load_references(msgspec.msgpack.decode(content, type=decoding.prepare_type(_WithPlugins)).plugins)
+    return msgspec.msgpack.decode(content, type=decoding.prepare_type(record), dec_hook=plugins.table.decode)
 
 
 class _WithPlugins(Struct, frozen=True):
@@ -223,7 +222,8 @@ def _load(
     loaded = _import(reference, folder) if isinstance(reference, str) else reference
     record = kind.check(loaded, name)
     if not package and isinstance(reference, str) and not user_code.split(reference)[0].endswith(".py"):
-        package = _find_package(record)
+        packages = importlib.metadata.packages_distributions().get(record.__module__.partition(".")[0], [])
+        package = importlib.metadata.version(packages[0]) if packages else ""
     version = PluginVersion(kind.name, name, package, _digest(record))
     if not isinstance(reference, str):
         return record, version, None
@@ -249,12 +249,6 @@ def _find_entry_point(kind: Kind, name: str) -> tuple[str, str]:
             f"expected {kind.name}.{name}=/path/to/file.py:NAME"
         )
     return f"{point.module}:{point.attr}", point.dist.version if point.dist is not None else ""
-
-
-def _find_package(record: type) -> str:
-    """Return the version of the installed package that defines a class, or ""."""
-    packages = importlib.metadata.packages_distributions().get(record.__module__.partition(".")[0], [])
-    return importlib.metadata.version(packages[0]) if packages else ""
 
 
 def _digest(record: object) -> str:

@@ -23,8 +23,7 @@ import msgspec
 from msgspec import Struct
 
 from fedplat import texts
-from fedplat.config import user_code
-from fedplat.config.decoding import prepare_type
+from fedplat.config import decoding, user_code
 from fedplat.errors import FedplatError, PluginError
 
 ENTRY_POINTS = "fedplat."
@@ -274,7 +273,7 @@ class Plugins:
     def convert(self, table: object, record: type[Record]) -> Record:
         """Convert a valid table to a record. Raises `msgspec.ValidationError`, also for errors in a record's check."""
         try:
-            return msgspec.convert(table, prepare_type(record), dec_hook=self.decode)
+            return msgspec.convert(table, decoding.prepare_type(record), dec_hook=self.decode)
         except (msgspec.ValidationError, FedplatError):
             raise
         except Exception as exc:  # a plugin's __post_init__ may raise anything

@@ -23,8 +23,7 @@ from msgspec import Struct
 from msgspec.structs import FieldInfo
 from msgspec.structs import fields as struct_fields
 
-from fedplat.config.decoding import prepare_type
-from fedplat.config.plugin_objects import adopt_fields, plugins_in
+from fedplat.config import decoding, plugin_objects
 from fedplat.config.plugins import BUILTIN, AbsentPlugin, Kind, Plugins, find_kind
 from fedplat.errors import JobFileError, PluginError, UserCodeError
 
@@ -86,8 +85,8 @@ def make_record(record: type[Record], values: Mapping[str, object], prefix: str 
     known = {field.name: field.type for field in struct_fields(record)}
     given = {key: value for key, value in values.items() if value is not None}
     holder = msgspec.defstruct("Fields", [(key, known.get(key, Any)) for key in given], frozen=True)(**given)
-    adopt_fields(holder, prefix)
-    return read_record(to_table(holder), record, prefix, plugins_in(holder))
+    plugin_objects.adopt_fields(holder, prefix)
+    return read_record(to_table(holder), record, prefix, plugin_objects.plugins_in(holder))
 
 
 def normalize(record: Record, prefix: str = "") -> Record:
@@ -95,7 +94,7 @@ def normalize(record: Record, prefix: str = "") -> Record:
 
     `prefix` precedes the keys in the message. Raises `JobFileError` with one line for each mistake.
     """
-    return read_record(to_table(record), type(record), prefix, plugins_in(record))
+    return read_record(to_table(record), type(record), prefix, plugin_objects.plugins_in(record))
 
 
 def to_table(record: Struct) -> dict[str, Any]:
@@ -184,7 +183,7 @@ class _Checker:
                 yield from self._of_value(item, items, f"{path}[{number}]")
         else:
             try:
-                msgspec.convert(value, prepare_type(annotation), dec_hook=self.plugins.decode)
+                msgspec.convert(value, decoding.prepare_type(annotation), dec_hook=self.plugins.decode)
             except msgspec.ValidationError as exc:
                 yield f"{path} = {format_value(value)}: {_expectation(str(exc), value, annotation)}"
 
@@ -253,12 +252,7 @@ def _tables_in(annotation: Any) -> Any:
     return items if all(is_table) else None
 
 
-_WORDS: Mapping[str, str] = {
-    "int": "a whole number",
-    "float": "a number",
-    "str": "text",
-    "bool": "true or false",
-}
+_WORDS: Mapping[str, str] = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false"}
 
 
 def _expectation(sentence: str, value: Any, annotation: Any) -> str:

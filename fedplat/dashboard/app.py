@@ -17,22 +17,19 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from fedplat.dashboard import routes
-from fedplat.dashboard.guard import Guard
-from fedplat.dashboard.live import TICK_S, LiveUpdates
+from fedplat import errors, fair_places
+from fedplat.dashboard import guard, live, routes
 from fedplat.dashboard.pages.actions import Action
 from fedplat.dashboard.rendering import ASSETS, Frame, Page, Renderer, format_event, format_signal
 from fedplat.dashboard.routes import SignedOutError, describe_failure
 from fedplat.dashboard.sessions import LONGEST_S, BrowserSession, BrowserSessions, Clock, Login, LoginError
 from fedplat.dashboard.visit import Visit
-from fedplat.errors import FedplatError
-from fedplat.fair_places import FairPlaces, PlaceLimits, PlacesFullError, groups_of
 from fedplat.wire.v1 import admin_pb2
 
 COOKIE = "__Host-fedplat-session"
 RENDER_EVERY_S = 0.25
 """Minimum interval between updates of a page."""
-LOGIN_LIMITS = PlaceLimits(total=24, per_network=24, waiting_per_network=64, wait_s=10.0)
+LOGIN_LIMITS = fair_places.PlaceLimits(total=24, per_network=24, waiting_per_network=64, wait_s=10.0)
 """Attempts to sign in: a token or a code has too many bits to be guessed, so these only bound the calls to the server.
 
 The server delays at most 16 refusals of one caller at a time (`operator_access.MAX_PENDING`) and refuses further ones
@@ -65,15 +62,15 @@ class Dashboard:
     def __init__(self, login: Login, hosts: frozenset[str], clock: Clock = time.monotonic) -> None:
         self._login, self._clock = login, clock
         self.sessions = BrowserSessions(clock, owns_sources=login.owns_sources)
-        self.updates = LiveUpdates()
-        self._attempts = FairPlaces(lambda: LOGIN_LIMITS)
+        self.updates = live.LiveUpdates()
+        self._attempts = fair_places.FairPlaces(lambda: LOGIN_LIMITS)
         self._login_threads = ThreadPoolExecutor(LOGIN_LIMITS.total, thread_name_prefix="login")
         self._renderer = Renderer()
         self._rendered: dict[tuple[BrowserSession, str], _Rendered] = {}
         self._locks: dict[tuple[BrowserSession, str], asyncio.Lock] = {}
         self.app = Starlette(
             routes=self._routes(),
-            middleware=[Middleware(Guard, hosts=hosts)],
+            middleware=[Middleware(guard.Guard, hosts=hosts)],
             exception_handlers={HTTPException: _on_http_error},
         )
 
@@ -115,17 +112,17 @@ class Dashboard:
         next_path = form.get("next", "")
         secret = form.get(self._login.field, "").strip()
         try:
-            async with self._attempts.place(groups_of(address)):
+            async with self._attempts.place(fair_places.groups_of(address)):
                 loop = asyncio.get_running_loop()
                 source = await loop.run_in_executor(self._login_threads, self._login.sign_in, secret)
-        except PlacesFullError:
+        except fair_places.PlacesFullError:
             problem = "Too many others are signing in; try again in a few seconds."
             response = self._login_page(next_path, problem, status=429)
             response.headers["Retry-After"] = "2"
             return response
         except LoginError as exc:
             return self._login_page(next_path, str(exc), status=403)
-        except FedplatError as exc:
+        except errors.FedplatError as exc:
             return self._login_page(next_path, f"{str(exc)[:1].upper()}{str(exc)[1:]}.", status=503)
         self.sessions.close(request.cookies.get(COOKIE, ""))
         response = RedirectResponse(_own_path(next_path) or source.home, 303)
@@ -206,7 +203,7 @@ class Dashboard:
         """Return the frame of a page about a failure: the server may not answer."""
         try:
             status = session.source.status()
-        except FedplatError:
+        except errors.FedplatError:
             status = None
         return self._frame(session, request, status)
 
@@ -244,7 +241,7 @@ class Dashboard:
                         sent.update(changed)
                         yield format_event(changed) if changed else b": still there\n\n"
                         await asyncio.sleep(RENDER_EVERY_S)
-                        await listener.wait(TICK_S)
+                        await listener.wait(live.TICK_S)
 
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
@@ -277,7 +274,7 @@ class Dashboard:
     def _forget(self) -> None:
         """Keep the memory of the streams bounded: forget what is too old to be shared."""
         now = self._clock()
-        for old in [key for key, each in self._rendered.items() if now - each.ended > 2 * TICK_S]:
+        for old in [key for key, each in self._rendered.items() if now - each.ended > 2 * live.TICK_S]:
             del self._rendered[old]
             self._locks.pop(old, None)
 

@@ -25,13 +25,10 @@ import msgspec
 import uvicorn
 from typing_extensions import override
 
-from fedplat import http_connections
-from fedplat.admin import Profile
+from fedplat import admin, errors, http_connections
 from fedplat.config.decoding import prepare_type
-from fedplat.dashboard.app import Dashboard
-from fedplat.dashboard.sessions import CodeLogin, LoginCodes, TokenLogin
+from fedplat.dashboard import app, sessions
 from fedplat.dashboard.source import AdminSource, PageSource
-from fedplat.errors import FedplatError
 from fedplat.http_connections import ConnectionLimits
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -41,14 +38,14 @@ LIMITS = ConnectionLimits(total=512)
 """Of the connections: the pages stream, so responses have no deadline."""
 
 
-class DashboardError(FedplatError):
+class DashboardError(errors.FedplatError):
     """The dashboard cannot be served as requested; the message has the reason."""
 
 
 class _Server(uvicorn.Server):
     """Leaves signals to its caller, and ends the streams when it stops: uvicorn would wait for them."""
 
-    def __init__(self, config: uvicorn.Config, dashboard: Dashboard, on_started: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, dashboard: app.Dashboard, on_started: Callable[[], None]) -> None:
         super().__init__(config)
         self._dashboard, self._on_started = dashboard, on_started
 
@@ -105,7 +102,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def make_server(
-    dashboard: Dashboard,
+    dashboard: app.Dashboard,
     tls: ssl.SSLContext | None,
     on_started: Callable[[], None] = lambda: None,
     limits: ConnectionLimits = LIMITS,
@@ -158,7 +155,7 @@ def serve_locally(source: PageSource, options: LocalDashboardOptions) -> None:
         with contextlib.ExitStack() as stack, bind(host, port) as listening:
             port = listening.getsockname()[1]
             name = f"[{host}]" if ":" in host else host
-            codes = LoginCodes(time.monotonic)
+            codes = sessions.LoginCodes(time.monotonic)
 
             def announce() -> str:
                 address = f"http://{name}:{port}/login?code={codes.make()}"
@@ -171,7 +168,7 @@ def serve_locally(source: PageSource, options: LocalDashboardOptions) -> None:
                     asyncio.get_running_loop().run_in_executor(None, options.open_browser, page)
 
             async def run() -> None:
-                dashboard = Dashboard(CodeLogin(source, codes), LOOPBACK_NAMES | {host.lower()})
+                dashboard = app.Dashboard(sessions.CodeLogin(source, codes), LOOPBACK_NAMES | {host.lower()})
                 server = make_server(dashboard, None, lambda: begin(announce()))
 
                 def stop() -> None:
@@ -257,7 +254,7 @@ class ChildOptions(msgspec.Struct, frozen=True):
 
     listen: str
     hosts: tuple[str, ...]
-    profile: Profile
+    profile: admin.Profile
     certificate: str = ""
     key: str = ""
 
@@ -265,7 +262,7 @@ class ChildOptions(msgspec.Struct, frozen=True):
 async def serve_for_daemon(options: ChildOptions, parent: asyncio.StreamReader) -> None:
     """Serve the pages until the parent has ended, or SIGTERM. Raises `DashboardError`."""
     with bind(*split_address(options.listen)) as listening:
-        dashboard = Dashboard(TokenLogin(AdminSource(options.profile)), frozenset(options.hosts))
+        dashboard = app.Dashboard(sessions.TokenLogin(AdminSource(options.profile)), frozenset(options.hosts))
         files = (Path(options.certificate), Path(options.key)) if options.certificate else None
         port = listening.getsockname()[1]
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER) if files else None
@@ -327,7 +324,7 @@ def main() -> None:
     """Run the process."""
     try:
         asyncio.run(_run())
-    except FedplatError as exc:
+    except errors.FedplatError as exc:
         print(f"fedplat dashboard: {exc}", file=sys.stderr)
         sys.exit(2)
 

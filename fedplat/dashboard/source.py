@@ -13,8 +13,7 @@ from typing import Protocol, overload
 import grpc
 import msgspec
 
-from fedplat.admin import AdminClient, Profile
-from fedplat.errors import ServerRefusedError
+from fedplat import admin, errors
 from fedplat.wire.v1 import admin_pb2
 
 
@@ -93,19 +92,19 @@ TIMEOUT_S = 10.0
 PROGRESS_EVERY_S = 1.0
 
 
-def refusal_code(error: ServerRefusedError) -> grpc.StatusCode | None:
+def refusal_code(error: errors.ServerRefusedError) -> grpc.StatusCode | None:
     """Return the gRPC status with which the server refused a call."""
     cause = error.__cause__
     return cause.code() if isinstance(cause, grpc.RpcError) and isinstance(cause, grpc.Call) else None
 
 
-class AdminSource(AdminClient):
+class AdminSource(admin.AdminClient):
     """The pages of the server of a profile."""
 
     is_simulation = False
     home = "/"
 
-    def __init__(self, profile: Profile, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, profile: admin.Profile, timeout_s: float = TIMEOUT_S) -> None:
         super().__init__(profile, timeout_s=timeout_s)
         self.name = profile.server
 
@@ -131,8 +130,8 @@ class AdminSource(AdminClient):
 class AdminWatch:
     """The changes of a job of a server, on a connection of its own, so that closing it ends the call."""
 
-    def __init__(self, profile: Profile, job: str) -> None:
-        self._client = AdminClient(profile, timeout_s=TIMEOUT_S)
+    def __init__(self, profile: admin.Profile, job: str) -> None:
+        self._client = admin.AdminClient(profile, timeout_s=TIMEOUT_S)
         self._job = job
 
     def changes(self) -> Iterator[object]:

@@ -11,8 +11,7 @@ from typing import Any, Literal, TypeAlias, cast
 
 import msgspec
 
-from fedplat.config import toml, user_code
-from fedplat.config.loaded_plugins import FLOWER_APPS, PluginVersion
+from fedplat.config import loaded_plugins, toml, user_code
 from fedplat.config.toml import format_value, suggest
 from fedplat.errors import FlowerError, MissingExtraError, UserCodeError
 from fedplat.extras import install_command
@@ -114,13 +113,13 @@ def read_app(folder: Path) -> FlowerApp:
     )
 
 
-def describe_app(name: str, app: FlowerApp) -> PluginVersion:
+def describe_app(name: str, app: FlowerApp) -> loaded_plugins.PluginVersion:
     """Return the identity of an app on a server: its version, and a digest of its Python and TOML files."""
     digest = sha256()
     for file in sorted((*app.folder.rglob("*.py"), *app.folder.rglob("*.toml"))):
         content = file.read_bytes()
         digest.update(f"{file.relative_to(app.folder)} {len(content)}\n".encode() + content)
-    return PluginVersion(FLOWER_APPS, name, app.version, digest.hexdigest())
+    return loaded_plugins.PluginVersion(loaded_plugins.FLOWER_APPS, name, app.version, digest.hexdigest())
 
 
 def read_settings(texts: Sequence[str]) -> Config:

@@ -25,13 +25,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedXgbBagging, Result, Strategy
 
-from fedplat.errors import FlowerError
-from fedplat.flower import attributes, randomness
-from fedplat.flower.claims import ReplyUse
+from fedplat import errors, model, texts
+from fedplat.flower import attributes, claims, layout, randomness
 from fedplat.flower.grid import FlowerGrid
-from fedplat.flower.layout import NUMPY
-from fedplat.model import Parameters
-from fedplat.texts import format_count
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 _flower_start = Strategy.start
@@ -76,7 +72,7 @@ def install() -> None:
     Strategy.start = _start  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def restore(grid: FlowerGrid, state: bytes, message: Parameters) -> None:
+def restore(grid: FlowerGrid, state: bytes, message: model.Parameters) -> None:
     """Let the next call of `start` with this grid continue an earlier run. Raises `FlowerError`.
 
     `message` is the file of the message that was on its way.
@@ -85,7 +81,7 @@ def restore(grid: FlowerGrid, state: bytes, message: Parameters) -> None:
         progress, message_ids = grid.unpack(state, message)
         grid.rounds = _Calls(grid.load(progress), message_ids=message_ids)
     except (pickle.UnpicklingError, EOFError, ImportError, AttributeError, TypeError, ValueError, LookupError) as exc:
-        raise FlowerError(
+        raise errors.FlowerError(
             "the checkpoint of the Flower app cannot be read; expected one of this version of fedplat and of the app: "
             "start the run anew"
         ) from exc
@@ -118,7 +114,7 @@ class _Rounds:
     ) -> None:
         self._strategy, self._grid = strategy, grid
         self._train_config, self._evaluate_config = train_config, evaluate_config
-        self._use = ReplyUse(strategy, grid.refuse, grid.name_node, grid.max_weight_factor)
+        self._use = claims.ReplyUse(strategy, grid.refuse, grid.name_node, grid.max_weight_factor)
         grid.rounds = grid.rounds or _Calls()
         self._calls: _Calls = grid.rounds
         self._warned = set[str]()
@@ -143,9 +139,9 @@ class _Rounds:
             progress.round, progress.is_training = progress.round + 1, True
         assert progress.result is not None
         if progress.num_skipped and progress.num_skipped >= num_rounds and _is_of_flower(self._strategy):
-            raise FlowerError(
+            raise errors.FlowerError(
                 f"the strategy {type(self._strategy).__name__} has aggregated no reply in "
-                f"{format_count(num_rounds, 'round')}, so the "
+                f"{texts.format_count(num_rounds, 'round')}, so the "
                 "model is the initial one: it needs more replies in a round (see its warnings)"
             )
         progress.finished.append(progress.result)
@@ -268,7 +264,7 @@ def describe_faults(before: ArrayRecord, replies: Sequence[Message], after: Arra
 def _read(record: ArrayRecord) -> _Booster | None:
     """Return what a booster as JSON says of itself; None for other arrays."""
     array = record.get("0")
-    if array is None or array.stype != NUMPY:
+    if array is None or array.stype != layout.NUMPY:
         return None
     try:
         learner: Mapping[str, Any] = json.loads(array.numpy().tobytes())["learner"]

@@ -16,8 +16,7 @@ import numpy.typing as npt
 from flwr.app import DEFAULT_TTL, Array, ArrayRecord, ConfigRecord, Error, Message, Metadata, MetricRecord, RecordDict
 
 from fedplat.errors import FlowerError, ModelError
-from fedplat.flower import layout
-from fedplat.flower.identity import RUN_ID, SERVER_NODE_ID
+from fedplat.flower import identity, layout
 from fedplat.flower.layout import INDEX, NUMPY, ArrayEntry, Index, RecordEntry
 from fedplat.model import Parameters, Schema
 from fedplat.model.schema import DTYPES, MAX_NAME_BYTES, METADATA_KEY
@@ -234,13 +233,13 @@ FAILED, LATE = 2, 4
 
 def make_message(file: MessageFile, node_id: int) -> Message:
     """Return the message that a node receives."""
-    metadata = _make_metadata("message", SERVER_NODE_ID, node_id, "", file.message_type, file.group_id)
+    metadata = _make_metadata("message", identity.SERVER_NODE_ID, node_id, "", file.message_type, file.group_id)
     return Message(content=file.content, metadata=metadata)  # pyright: ignore[reportCallIssue]
 
 
 def make_reply(answer: RecordDict | Error, node_id: int, message_type: str, message_id: str) -> Message:
     """Return the message that a ServerApp receives from a node, in reply to the message with this id."""
-    metadata = _make_metadata(f"{message_id}-reply", node_id, SERVER_NODE_ID, message_id, message_type, "")
+    metadata = _make_metadata(f"{message_id}-reply", node_id, identity.SERVER_NODE_ID, message_id, message_type, "")
     return Message(answer, metadata=metadata)  # pyright: ignore[reportCallIssue]
 
 
@@ -248,7 +247,7 @@ def _make_metadata(
     message_id: str, source: int, destination: int, reply_to: str, message_type: str, group_id: str
 ) -> Metadata:
     return Metadata(
-        run_id=RUN_ID,
+        run_id=identity.RUN_ID,
         message_id=message_id,
         src_node_id=source,
         dst_node_id=destination,

@@ -14,13 +14,11 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from fedplat.aggregate.algebra import BaseRule, ClientRequirements, Partial, Rule
-from fedplat.aggregate.mean import weighted_mean
+from fedplat import errors, model
+from fedplat.aggregate import algebra, mean
 from fedplat.aggregate.robust.inputs import keep_updates
 from fedplat.config.plugins import add_builtin
-from fedplat.errors import FedplatError
 from fedplat.flower.strategies import FlowerStrategy
-from fedplat.model import Blocks, Schema
 
 Value = bool | int | float | Annotated[str, Meta(max_length=1000)]
 
@@ -35,7 +33,7 @@ def _import_rule() -> ModuleType:
     return strategy_rule
 
 
-class FlowerAggregation(BaseRule, frozen=True, forbid_unknown_fields=True, tag_field="rule", tag="flower"):
+class FlowerAggregation(algebra.BaseRule, frozen=True, forbid_unknown_fields=True, tag_field="rule", tag="flower"):
     """Options of the rule `flower` (extra "flower" of the server)."""
 
     strategy: FlowerStrategy
@@ -43,24 +41,24 @@ class FlowerAggregation(BaseRule, frozen=True, forbid_unknown_fields=True, tag_f
     options: dict[str, Value] = msgspec.field(default_factory=dict[str, Value])
     """Arguments of the class, such as `options = { eta = 0.01 }`."""
 
-    def build(self) -> Rule:
+    def build(self) -> algebra.Rule:
         """Return the rule with these options. It imports `flwr` when it is used."""
 
-        def gather(state: Mapping[str, Blocks], partial: Partial) -> Partial:
+        def gather(state: Mapping[str, model.Blocks], partial: algebra.Partial) -> algebra.Partial:
             return _import_rule().aggregate(self.strategy, self.options, partial)
 
-        def misfit(schema: Schema) -> str:
+        def misfit(schema: model.Schema) -> str:
             try:
                 _import_rule().make_strategy(self.strategy, self.options)
-            except FedplatError as exc:
+            except errors.FedplatError as exc:
                 return str(exc)
             return ""
 
         return dataclasses.replace(
-            keep_updates(weighted_mean()),
+            keep_updates(mean.weighted_mean()),
             gather=gather,
             keeps_memory=True,
-            requirements=ClientRequirements(misfit=misfit),
+            requirements=algebra.ClientRequirements(misfit=misfit),
         )
 
 

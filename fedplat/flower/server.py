@@ -14,13 +14,11 @@ from typing import NamedTuple
 
 from flwr.app import Context, RecordDict
 
+from fedplat import errors, model
 from fedplat.config import user_code
-from fedplat.errors import FedplatError, FlowerError
-from fedplat.flower import durable, identity, records
+from fedplat.flower import durable, grid, identity, records
 from fedplat.flower.app import Config, FlowerApp
-from fedplat.flower.grid import AppClosed, Exchange, FlowerGrid, NodeReply
 from fedplat.flower.records import MessageFile
-from fedplat.model import Parameters
 from fedplat.model.schema import MESSAGE_KEY
 
 
@@ -28,7 +26,7 @@ class AppCheckpoint(NamedTuple):
     """The state of an earlier run, and the file of the message that was on its way then, whose arrays it refers to."""
 
     state: bytes
-    message: Parameters
+    message: model.Parameters
 
 
 class ServerAppRun:
@@ -47,12 +45,12 @@ class ServerAppRun:
         """Import the ServerApp. Raises `FlowerError`."""
         self._server_app, self._app = app.load_server_app(), app
         self._run_config: Config = dict(app.run_config if run_config is None else run_config)
-        self.grid = FlowerGrid(list_nodes)
+        self.grid = grid.FlowerGrid(list_nodes)
         if checkpoint is not None:
             durable.restore(self.grid, *checkpoint)
         self._thread: threading.Thread | None = None
 
-    def advance(self, replies: Sequence[NodeReply] = ()) -> Exchange | None:
+    def advance(self, replies: Sequence[grid.NodeReply] = ()) -> grid.Exchange | None:
         """Run the app with the replies to its last exchange; return the next one, or None if the app has ended.
 
         Raises `FedplatError` if the app has raised an exception.
@@ -69,12 +67,12 @@ class ServerAppRun:
         return self.grid.pack(take_snapshot()) if take_snapshot is not None else b""
 
     @property
-    def final_model(self) -> Parameters | None:
+    def final_model(self) -> model.Parameters | None:
         """The arrays that the app's strategy returned at its end, by their names; None if it has returned none."""
         if self.grid.final_arrays is None:
             return None
         file = records.encode(MessageFile(RecordDict({"arrays": self.grid.final_arrays})))
-        return Parameters.from_arrays({name: values for name, values in file.items() if name != MESSAGE_KEY})
+        return model.Parameters.from_arrays({name: values for name, values in file.items() if name != MESSAGE_KEY})
 
     def close(self) -> None:
         """End the app, which may be waiting for replies, at its next call."""
@@ -86,11 +84,11 @@ class ServerAppRun:
         self.grid.begin()
         context = Context(identity.RUN_ID, identity.SERVER_NODE_ID, {}, RecordDict(), self._run_config)
         try:
-            with user_code.wrap_errors(f"the ServerApp of {self._app.name}"), contextlib.suppress(AppClosed):
+            with user_code.wrap_errors(f"the ServerApp of {self._app.name}"), contextlib.suppress(grid.AppClosed):
                 self._server_app(self.grid, context)
-        except FedplatError as exc:
+        except errors.FedplatError as exc:
             # A strategy of the old API divides by the sum of what its clients claim.
             is_claim = isinstance(exc.__cause__, ZeroDivisionError) and bool(self.grid.problems)
-            self.grid.end(FlowerError(f"{self.grid.problems[0]}; {exc}") if is_claim else exc)
+            self.grid.end(errors.FlowerError(f"{self.grid.problems[0]}; {exc}") if is_claim else exc)
         else:
             self.grid.end()

@@ -27,13 +27,11 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedplat.aggregate import Contribution, Partial
-from fedplat.config import user_code
+from fedplat.config import plugins, user_code
 from fedplat.config.decoding import prepare_type
-from fedplat.config.plugins import name_of
 from fedplat.errors import FedplatError, FlowerError, PluginError
-from fedplat.flower import attributes, identity, randomness, records
+from fedplat.flower import attributes, identity, randomness, records, strategies
 from fedplat.flower.records import NUM_EXAMPLES, share_arrays
-from fedplat.flower.strategies import FlowerStrategy
 from fedplat.model import FLOATING, Blocks, FlatModel, Parameters, Vector
 from fedplat.texts import format_count, format_numbers, quote
 
@@ -49,9 +47,9 @@ class _Memory(msgspec.Struct, frozen=True):
     attributes: bytes = b""
 
 
-def make_strategy(options: FlowerStrategy, arguments: Mapping[str, Any]) -> Strategy:
+def make_strategy(options: strategies.FlowerStrategy, arguments: Mapping[str, Any]) -> Strategy:
     """Return a new strategy. Raises `PluginError` or `UserCodeError`."""
-    name = name_of(options)
+    name = plugins.name_of(options)
     place = f'aggregation.strategy = "{name}"'
     own = options.find()
     if own is None and name not in flwr.serverapp.strategy.__all__:
@@ -68,14 +66,17 @@ def make_strategy(options: FlowerStrategy, arguments: Mapping[str, Any]) -> Stra
         raise
 
 
-def aggregate(options: FlowerStrategy, arguments: Mapping[str, Any], partial: Partial) -> Partial:
+def aggregate(options: strategies.FlowerStrategy, arguments: Mapping[str, Any], partial: Partial) -> Partial:
     """Return the partial result in which the strategy's step stands for all updates, with the strategy's new memory.
 
     Raises `ValueError` or `FlowerError` if the strategy has no usable result for these updates, and `PluginError` or
     `UserCodeError` if it has a mistake.
     """
     assert partial.base is not None, "the caller passes the base version"
-    _check_updates(partial)
+    if not partial.kept:
+        raise ValueError("no update was folded; a strategy needs at least one")
+    if partial.weight <= 0:
+        raise ValueError(f"the weights of {len(partial.kept)} updates add up to 0; a strategy needs one above 0")
     base = _read(partial.base)
     memory = msgspec.msgpack.decode(partial.memory, type=prepare_type(_Memory)) if partial.memory else _Memory()
     number = memory.round + 1
@@ -85,17 +86,10 @@ def aggregate(options: FlowerStrategy, arguments: Mapping[str, Any], partial: Pa
         strategy = make_strategy(options, arguments)
         if memory.attributes:
             attributes.assign_attributes(strategy, memory.attributes)
-        result = _call(strategy, f"the strategy {name_of(options)}", number, base, partial.kept)
+        result = _call(strategy, f"the strategy {plugins.name_of(options)}", number, base, partial.kept)
         memory = _Memory(number, attributes.pickle_attributes(strategy))
-    step = _subtract(result, base, f"the strategy {name_of(options)}")
+    step = _subtract(result, base, f"the strategy {plugins.name_of(options)}")
     return dataclasses.replace(partial, total=step, weight=1.0, kept=(), memory=msgspec.msgpack.encode(memory))
-
-
-def _check_updates(partial: Partial) -> None:
-    if not partial.kept:
-        raise ValueError("no update was folded; a strategy needs at least one")
-    if partial.weight <= 0:
-        raise ValueError(f"the weights of {len(partial.kept)} updates add up to 0; a strategy needs one above 0")
 
 
 def _call(

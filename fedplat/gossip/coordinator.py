@@ -27,36 +27,12 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from fedplat.gossip import shares, stated
+from fedplat.gossip import messages, shares, stated, topology
 from fedplat.gossip.consensus import Consensus
-from fedplat.gossip.messages import (
-    AssignNeighbours,
-    BeginRing,
-    BeginRound,
-    CommitAverage,
-    CommitRow,
-    EndJob,
-    GossipCommand,
-    GossipEvent,
-    KeyOffered,
-    ModelMissed,
-    ModelReceived,
-    Neighbour,
-    RequestKeys,
-    RingBroken,
-    RingCompleted,
-    RingPlace,
-    SetTimer,
-    SiloAnnounced,
-    SiloDeparted,
-    SiloReturned,
-    TimerPassed,
-)
 from fedplat.gossip.state import GossipPhase, GossipRules, GossipState
-from fedplat.gossip.topology import draw_edges, metropolis, push_sum
 from fedplat.texts import format_count
 
-Step = tuple[GossipState, tuple[GossipCommand, ...]]
+Step = tuple[GossipState, tuple[messages.GossipCommand, ...]]
 _change = dataclasses.replace
 _MAX_RESTARTS = 3
 """How often in a round a ring is repeated at once because the same silo gives it up."""
@@ -83,36 +59,38 @@ def resume(state: GossipState) -> Step:
     return begun, commands
 
 
-def step(state: GossipState, event: GossipEvent) -> Step:
+def step(state: GossipState, event: messages.GossipEvent) -> Step:
     """Process one event; one that does not fit the phase, the round or what was announced changes nothing."""
     match event:
-        case SiloAnnounced():
+        case messages.SiloAnnounced():
             return _on_announced(state, event)
-        case ModelReceived():
+        case messages.ModelReceived():
             return _on_received(state, event)
-        case ModelMissed():
-            return _on_missed(state, event)
-        case KeyOffered():
+        case messages.ModelMissed():
+            return _on_report(state, event) if _is_link(state, event) else (state, ())
+        case messages.KeyOffered():
             return _on_key(state, event)
-        case RingCompleted():
+        case messages.RingCompleted():
             return _on_completed(state, event)
-        case RingBroken():
+        case messages.RingBroken():
             return _on_broken(state, event)
-        case SiloDeparted():
+        case messages.SiloDeparted():
             return _on_departed(state, event)
-        case SiloReturned():
+        case messages.SiloReturned():
             return _on_returned(state, event)
-        case TimerPassed():
+        case messages.TimerPassed():
             return _on_timer(state) if event.timer == state.timer else (state, ())
 
 
-def takes_model(state: GossipState, event: SiloAnnounced) -> bool:
+def takes_model(state: GossipState, event: messages.SiloAnnounced) -> bool:
     """Return whether a silo takes part in the round with the model that it announces."""
     is_current = state.phase is GossipPhase.ANNOUNCING and event.round == state.round
     return is_current and _find_missed(state, event) is None
 
 
-def _find_missed(state: GossipState, event: SiloAnnounced) -> CommitRow | CommitAverage | None:
+def _find_missed(
+    state: GossipState, event: messages.SiloAnnounced
+) -> messages.CommitRow | messages.CommitAverage | None:
     """Return what the announced model lacks: a round that its neighbours have mixed, or the mean of a ring."""
     row, average = state.rows.get(event.silo), state.average
     if row is not None and event.mixed_round < row.round:
@@ -121,7 +99,7 @@ def _find_missed(state: GossipState, event: SiloAnnounced) -> CommitRow | Commit
     return average if is_ring and average is not None and event.mixed_round < average.round else None
 
 
-def _on_announced(state: GossipState, event: SiloAnnounced) -> Step:
+def _on_announced(state: GossipState, event: messages.SiloAnnounced) -> Step:
     if (missed := _find_missed(state, event)) is not None:
         return state, (missed,)
     rows = {silo: each for silo, each in state.rows.items() if silo != event.silo}
@@ -132,7 +110,7 @@ def _on_announced(state: GossipState, event: SiloAnnounced) -> Step:
     return _close_announcing(state) if state.has_all else (state, ())
 
 
-def _on_received(state: GossipState, event: ModelReceived) -> Step:
+def _on_received(state: GossipState, event: messages.ModelReceived) -> Step:
     sender = state.announced.get(event.sender)
     if not _is_link(state, event) or sender is None or event.digest != sender.digest:
         return state, ()
@@ -140,16 +118,12 @@ def _on_received(state: GossipState, event: ModelReceived) -> Step:
     return _on_report(_change(state, received={**state.received, event.silo: distances}), event)
 
 
-def _on_missed(state: GossipState, event: ModelMissed) -> Step:
-    return _on_report(state, event) if _is_link(state, event) else (state, ())
-
-
-def _is_link(state: GossipState, event: ModelReceived | ModelMissed) -> bool:
+def _is_link(state: GossipState, event: messages.ModelReceived | messages.ModelMissed) -> bool:
     is_current = state.phase is GossipPhase.EXCHANGING and event.round == state.round
     return is_current and event.sender in state.senders.get(event.silo, ())
 
 
-def _on_report(state: GossipState, event: ModelReceived | ModelMissed) -> Step:
+def _on_report(state: GossipState, event: messages.ModelReceived | messages.ModelMissed) -> Step:
     awaited = dict(state.awaited)
     if left := awaited.pop(event.silo, frozenset()) - {event.sender}:
         awaited[event.silo] = left
@@ -157,7 +131,7 @@ def _on_report(state: GossipState, event: ModelReceived | ModelMissed) -> Step:
     return _commit_rows(state) if _is_exchanged(state) else (state, ())
 
 
-def _on_key(state: GossipState, event: KeyOffered) -> Step:
+def _on_key(state: GossipState, event: messages.KeyOffered) -> Step:
     row = state.rows.get(event.silo)
     if row is not None and event.mixed_round < row.round:
         return state, (row,)
@@ -171,14 +145,14 @@ def _on_key(state: GossipState, event: KeyOffered) -> Step:
     return _begin_ring(state) if len(state.offers) == len(state.candidates) else (state, ())
 
 
-def _on_completed(state: GossipState, event: RingCompleted) -> Step:
+def _on_completed(state: GossipState, event: messages.RingCompleted) -> Step:
     is_current = state.phase is GossipPhase.REDUCING and (event.round, event.attempt) == (state.round, state.attempt)
     if not is_current or event.silo not in state.offers:
         return _on_late_mean(state, event)
     return _close_if_reduced(_change(state, completed={**state.completed, event.silo: event}))
 
 
-def _on_broken(state: GossipState, event: RingBroken) -> Step:
+def _on_broken(state: GossipState, event: messages.RingBroken) -> Step:
     is_current = state.phase is GossipPhase.REDUCING and (event.round, event.attempt) == (state.round, state.attempt)
     if not is_current or event.silo not in state.offers:
         return state, ()
@@ -201,7 +175,7 @@ def _close_if_reduced(state: GossipState) -> Step:
     return _close_ring(state) if done >= state.offers.keys() - state.away else (state, ())
 
 
-def _on_late_mean(state: GossipState, event: RingCompleted) -> Step:
+def _on_late_mean(state: GossipState, event: messages.RingCompleted) -> Step:
     """Let the mean of the attempt before stand if it may, unless the next attempt has begun."""
     offer = state.unfinished.get(event.silo)
     if state.phase is not GossipPhase.OFFERING_KEYS or offer is None:
@@ -219,7 +193,7 @@ def _close_late(state: GossipState, members: Iterable[str]) -> Step | None:
     return _commit_mean(state, digest, state.late) if digest is not None else None
 
 
-def _on_departed(state: GossipState, event: SiloDeparted) -> Step:
+def _on_departed(state: GossipState, event: messages.SiloDeparted) -> Step:
     if event.silo in state.away:
         return state, ()  # a ring is repeated once for each silo that leaves
     state = _change(state, away=state.away | {event.silo}, members=state.members - {event.silo})
@@ -236,7 +210,7 @@ def _on_departed(state: GossipState, event: SiloDeparted) -> Step:
             return state, ()
 
 
-def _on_returned(state: GossipState, event: SiloReturned) -> Step:
+def _on_returned(state: GossipState, event: messages.SiloReturned) -> Step:
     if event.silo not in state.away or event.silo in state.announced:
         return state, ()  # what it announced before it left does not count
     return _change(state, away=state.away - {event.silo}, members=state.members | {event.silo}), ()
@@ -280,8 +254,8 @@ def _begin_round(state: GossipState, number: int) -> Step:
         left_out={},
         reason="",
     )
-    timer = SetTimer(state.timer, state.rules.training_s)
-    return state, (BeginRound(number, number <= state.rules.rounds), timer)
+    timer = messages.SetTimer(state.timer, state.rules.training_s)
+    return state, (messages.BeginRound(number, number <= state.rules.rounds), timer)
 
 
 def _enter(state: GossipState, phase: GossipPhase) -> GossipState:
@@ -298,7 +272,7 @@ def _close_announcing(state: GossipState) -> Step:
     if state.rules.options.exchange == "ring":
         return _request_keys(_change(state, attempt=state.attempt + 1))
     options = state.rules.options
-    edges = [(names[a], names[b]) for a, b in draw_edges(options, names, state.round).tolist()]
+    edges = [(names[a], names[b]) for a, b in topology.draw_edges(options, names, state.round).tolist()]
     links = {name: set[str]() for name in names}  # the senders of each receiver
     for first, second in edges:
         links[second].add(first)
@@ -310,12 +284,12 @@ def _close_announcing(state: GossipState) -> Step:
     if not edges:
         return _commit_rows(state)
     assigns = tuple(
-        AssignNeighbours(
-            state.round, name, tuple(Neighbour(each, state.announced[each]) for each in sorted(links[name]))
+        messages.AssignNeighbours(
+            state.round, name, tuple(messages.Neighbour(each, state.announced[each]) for each in sorted(links[name]))
         )
         for name in names
     )
-    return state, (*assigns, SetTimer(state.timer, state.rules.exchange_s))
+    return state, (*assigns, messages.SetTimer(state.timer, state.rules.exchange_s))
 
 
 def _is_exchanged(state: GossipState) -> bool:
@@ -333,11 +307,11 @@ def _commit_rows(state: GossipState) -> Step:
         if _has_received(state, second, first) and (options.is_directed or _has_received(state, first, second))
     ]
     edges = np.array([(positions[a], positions[b]) for a, b in pairs], np.int64).reshape(-1, 2)
-    links = (push_sum if options.is_directed else metropolis)(len(names), edges)
-    rows: dict[str, CommitRow] = {}
+    links = (topology.push_sum if options.is_directed else topology.metropolis)(len(names), edges)
+    rows: dict[str, messages.CommitRow] = {}
     for name, position in positions.items():
         own, weights = links.row(position)
-        rows[name] = CommitRow(state.round, name, own, tuple((names[j], weight) for j, weight in weights))
+        rows[name] = messages.CommitRow(state.round, name, own, tuple((names[j], weight) for j, weight in weights))
     consensus = stated.measure_round(state, names, edges, pairs)
     masses = {**state.masses, **stated.push_masses(state.masses, rows)} if options.is_directed else state.masses
     state = _change(state, rows={**state.rows, **rows}, masses=masses, confirmed=len(pairs), consensus=consensus)
@@ -375,8 +349,8 @@ def _settle(state: GossipState) -> Step:
 
 def _request_keys(state: GossipState) -> Step:
     state = _enter(state, GossipPhase.OFFERING_KEYS)
-    request = RequestKeys(state.round, state.attempt, tuple(state.candidates))
-    return state, (request, SetTimer(state.timer, state.rules.exchange_s))
+    request = messages.RequestKeys(state.round, state.attempt, tuple(state.candidates))
+    return state, (request, messages.SetTimer(state.timer, state.rules.exchange_s))
 
 
 def _begin_ring(state: GossipState) -> Step:
@@ -401,12 +375,14 @@ def _begin_ring(state: GossipState) -> Step:
         )
     total = math.fsum(weights.values())
     places = tuple(
-        RingPlace(name, state.announced[name].address, offers[name].key, weights[name] / total, offers[name].signature)
+        messages.RingPlace(
+            name, state.announced[name].address, offers[name].key, weights[name] / total, offers[name].signature
+        )
         for name in stated.draw_order(state, list(offers))
     )
-    ring = BeginRing(state.round, state.attempt, places, max(offer.largest for offer in offers.values()))
+    ring = messages.BeginRing(state.round, state.attempt, places, max(offer.largest for offer in offers.values()))
     state = _change(_enter(state, GossipPhase.REDUCING), offers=offers, ring=ring)
-    return state, (ring, SetTimer(state.timer, state.rules.exchange_s))
+    return state, (ring, messages.SetTimer(state.timer, state.rules.exchange_s))
 
 
 def _close_ring(state: GossipState) -> Step:
@@ -423,7 +399,7 @@ def _close_ring(state: GossipState) -> Step:
     return _repeat_ring(state, f"no mean of {gone}" if is_unknown else "the silos have different means")
 
 
-def _commit_mean(state: GossipState, digest: str, reports: Mapping[str, RingCompleted]) -> Step:
+def _commit_mean(state: GossipState, digest: str, reports: Mapping[str, messages.RingCompleted]) -> Step:
     """Commit the mean that silos have reported: the next model of all, or the end of the job if they agree."""
     holders = {silo: event for silo, event in reports.items() if event.digest == digest}
     away = stated.average_stated([event.squared_distance for event in holders.values()])
@@ -432,12 +408,12 @@ def _commit_mean(state: GossipState, digest: str, reports: Mapping[str, RingComp
     state = _change(state, consensus=Consensus(bound=distance, estimate=distance, norm=norm))
     if state.rules.options.exchange != "ring" and state.consensus.relative > state.rules.options.tolerance:
         return _settle(state)
-    average = CommitAverage(state.round, digest, tuple(sorted(holders)))
+    average = messages.CommitAverage(state.round, digest, tuple(sorted(holders)))
     state = _change(state, average=average)
     if state.rules.options.exchange == "ring" and state.round < state.rules.rounds:
         following, commands = _begin_round(state, state.round + 1)
         return following, (average, *commands)
-    ended, commands = _end(state, EndJob("COMPLETED", average.digest))
+    ended, commands = _end(state, messages.EndJob("COMPLETED", average.digest))
     return ended, (average, *commands)
 
 
@@ -452,7 +428,7 @@ def _repeat_ring(state: GossipState, reason: str) -> Step:
     following, commands = _try_again(state, GossipPhase.OFFERING_KEYS, reason, state.rules.exchange_s)
     if following.phase is GossipPhase.ENDED:
         return following, commands
-    return following, (RequestKeys(state.round, state.attempt, tuple(following.candidates)), *commands)
+    return following, (messages.RequestKeys(state.round, state.attempt, tuple(following.candidates)), *commands)
 
 
 def _try_again(state: GossipState, phase: GossipPhase, reason: str, seconds: float) -> Step:
@@ -460,12 +436,12 @@ def _try_again(state: GossipState, phase: GossipPhase, reason: str, seconds: flo
     if 0 < state.rules.max_attempts <= failures:
         return _fail(state, f"{reason}; {format_count(failures, 'attempt')} failed (retry.max_attempts)")
     state = _change(_enter(state, phase), failures=failures, reason=reason)
-    return state, (SetTimer(state.timer, seconds),)
+    return state, (messages.SetTimer(state.timer, seconds),)
 
 
 def _fail(state: GossipState, reason: str) -> Step:
-    return _end(state, EndJob("FAILED", reason=reason))
+    return _end(state, messages.EndJob("FAILED", reason=reason))
 
 
-def _end(state: GossipState, outcome: EndJob) -> Step:
+def _end(state: GossipState, outcome: messages.EndJob) -> Step:
     return _change(_enter(state, GossipPhase.ENDED), outcome=outcome), (outcome,)

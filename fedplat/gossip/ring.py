@@ -23,12 +23,9 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta, Struct
 
-from fedplat.gossip.fixed_point import Integers, digest_mean, quantize_share, read_mean
-from fedplat.gossip.messages import MAX_RING, RingPlace
+from fedplat.gossip import fixed_point, messages
 from fedplat.model import Vector
-from fedplat.secure_aggregation import masks
-from fedplat.secure_aggregation.primitives import KeyPair, check_public_key
-from fedplat.secure_aggregation.setup import hash_parts
+from fedplat.secure_aggregation import masks, primitives, setup
 
 _ROUNDING = 1e-6
 
@@ -36,7 +33,7 @@ _ROUNDING = 1e-6
 def key_payload(job_id: str, round_number: int, attempt: int, silo: str, key: bytes) -> bytes:
     """Return what a silo signs with the key with which it is enrolled, for its key of an attempt."""
     numbers = round_number.to_bytes(8, "big"), attempt.to_bytes(8, "big")
-    return hash_parts(b"fedplat ring key 1", job_id.encode(), *numbers, silo.encode(), key)
+    return setup.hash_parts(b"fedplat ring key 1", job_id.encode(), *numbers, silo.encode(), key)
 
 
 class Ring(Struct, frozen=True, kw_only=True):
@@ -45,7 +42,7 @@ class Ring(Struct, frozen=True, kw_only=True):
     job_id: str
     round: int
     attempt: int
-    members: Annotated[tuple[RingPlace, ...], Meta(min_length=2, max_length=MAX_RING)]
+    members: Annotated[tuple[messages.RingPlace, ...], Meta(min_length=2, max_length=messages.MAX_RING)]
     bound: float
     size: Annotated[int, Meta(ge=1)]
 
@@ -81,7 +78,7 @@ class RingMember:
     another silo.
     """
 
-    def __init__(self, ring: Ring, silo: str, key: KeyPair, model: Vector) -> None:
+    def __init__(self, ring: Ring, silo: str, key: primitives.KeyPair, model: Vector) -> None:
         names = [member.silo for member in ring.members]
         keys = [member.key for member in ring.members]
         if len(set(names)) < len(names) or len(set(keys)) < len(keys):
@@ -91,16 +88,16 @@ class RingMember:
         if model.shape != (ring.size,):
             raise ValueError(f"the model has shape {model.shape}; expected ({ring.size},)")
         for each in keys:
-            check_public_key(each)
+            primitives.check_public_key(each)
         total = math.fsum(member.share for member in ring.members)
         if not abs(total - 1.0) <= _ROUNDING:
             raise ValueError(f"the shares of the silos add up to {total}; expected 1, because more could overflow")
         self._ring, self._position, self._step = ring, names.index(silo), 0
         share = ring.members[self._position].share
-        self._values: Integers = quantize_share(model, share, ring.bound, len(names))
+        self._values: fixed_point.Integers = fixed_point.quantize_share(model, share, ring.bound, len(names))
         self._mask(key, keys)
 
-    def _mask(self, key: KeyPair, keys: Sequence[bytes]) -> None:
+    def _mask(self, key: primitives.KeyPair, keys: Sequence[bytes]) -> None:
         own, context = self._position, self._ring.context
         pairs = {
             other: masks.derive_pair_key(key, public, context, (own, other))
@@ -137,11 +134,11 @@ class RingMember:
         """Return the mean, after the last step: float32, the same bits at all silos."""
         if self._step < self._ring.num_steps:
             raise ValueError(f"the ring is at step {self._step} of {self._ring.num_steps}; expected the last one")
-        return read_mean(self._values, self._ring.bound, len(self._ring.members))
+        return fixed_point.read_mean(self._values, self._ring.bound, len(self._ring.members))
 
     def digest(self) -> str:
         """Return the digest of the mean."""
-        return digest_mean(self.mean())
+        return fixed_point.digest_mean(self.mean())
 
     def chunk_digests(self) -> tuple[str, ...]:
         """Return a digest of each complete chunk, in order: 128 bits, after the last step."""

@@ -36,11 +36,7 @@ def limit_weights(num_examples: Mapping[str, float]) -> dict[str, float]:
     if len(claims) < MIN_MEDIAN:
         return dict(num_examples)
     rest = math.fsum(claims[2:])
-    most = min(
-        MAX_WEIGHT_FACTOR * median_low(claims),
-        rest * MAX_REMAINDER / (1.0 - MAX_REMAINDER),
-        rest + claims[1],
-    )
+    most = min(MAX_WEIGHT_FACTOR * median_low(claims), rest * MAX_REMAINDER / (1.0 - MAX_REMAINDER), rest + claims[1])
     return {silo: min(number, most) for silo, number in num_examples.items()}
 
 

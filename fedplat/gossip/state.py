@@ -12,17 +12,8 @@ import msgspec
 from msgspec import Struct
 
 from fedplat.config.decoding import prepare_type
+from fedplat.gossip import messages
 from fedplat.gossip.consensus import Consensus
-from fedplat.gossip.messages import (
-    Announcement,
-    BeginRing,
-    CommitAverage,
-    CommitRow,
-    EndJob,
-    KeyOffered,
-    RingBroken,
-    RingCompleted,
-)
 from fedplat.gossip.options import Gossip
 
 
@@ -64,14 +55,13 @@ class GossipState:
     For each receiver of the round, `senders` are those whose models it gets, `awaited` those of which it has reported
     neither success nor failure, and `received` has the squared distances of those that it has got.
 
-    `announced`, `edges`, `offers`, `ring`, `completed` and `broken` are of the current round or attempt; `away`
-    are silos that left and have not come back, and `members` those that have announced a model or come back since.
+    `announced`, `edges`, `offers`, `ring`, `completed` and `broken` are of the current round or attempt; `away` are
+    silos that left and have not come back, and `members` those that have announced a model or come back since.
     `unfinished` are the offers of the last attempt of the round, of which no mean stands, and `late` the means of it
     that silos have reported. `suspects` are pairs of silos between which rings of this round broke, `excluded` silos
     that no ring of it has any more, and `restarts` counts how often each silo has given up a ring of it by itself.
-    `left_out` are silos whose numbers exclude them, and why.
-    `consensus` is of the last exchange or ring, `average` the last committed mean, and `reason` why a phase was
-    repeated.
+    `left_out` are silos whose numbers exclude them, and why. `consensus` is of the last exchange or ring, `average` the
+    last committed mean, and `reason` why a phase was repeated.
     """
 
     rules: GossipRules
@@ -80,30 +70,32 @@ class GossipState:
     attempt: int = 0
     timer: int = 0
     failures: int = 0
-    announced: Mapping[str, Announcement] = dataclasses.field(default_factory=dict[str, Announcement])
+    announced: Mapping[str, messages.Announcement] = dataclasses.field(default_factory=dict[str, messages.Announcement])
     away: frozenset[str] = frozenset()
     members: frozenset[str] = frozenset()
     edges: frozenset[tuple[str, str]] = frozenset()
     senders: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict[str, frozenset[str]])
     awaited: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict[str, frozenset[str]])
     received: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict[str, Mapping[str, float]])
-    rows: Mapping[str, CommitRow] = dataclasses.field(default_factory=dict[str, CommitRow])
+    rows: Mapping[str, messages.CommitRow] = dataclasses.field(default_factory=dict[str, messages.CommitRow])
     masses: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
-    offers: Mapping[str, KeyOffered] = dataclasses.field(default_factory=dict[str, KeyOffered])
-    unfinished: Mapping[str, KeyOffered] = dataclasses.field(default_factory=dict[str, KeyOffered])
-    late: Mapping[str, RingCompleted] = dataclasses.field(default_factory=dict[str, RingCompleted])
-    ring: BeginRing | None = None
-    completed: Mapping[str, RingCompleted] = dataclasses.field(default_factory=dict[str, RingCompleted])
-    broken: Mapping[str, RingBroken] = dataclasses.field(default_factory=dict[str, RingBroken])
+    offers: Mapping[str, messages.KeyOffered] = dataclasses.field(default_factory=dict[str, messages.KeyOffered])
+    unfinished: Mapping[str, messages.KeyOffered] = dataclasses.field(default_factory=dict[str, messages.KeyOffered])
+    late: Mapping[str, messages.RingCompleted] = dataclasses.field(default_factory=dict[str, messages.RingCompleted])
+    ring: messages.BeginRing | None = None
+    completed: Mapping[str, messages.RingCompleted] = dataclasses.field(
+        default_factory=dict[str, messages.RingCompleted]
+    )
+    broken: Mapping[str, messages.RingBroken] = dataclasses.field(default_factory=dict[str, messages.RingBroken])
     suspects: frozenset[tuple[str, str]] = frozenset()
     excluded: frozenset[str] = frozenset()
     restarts: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
     left_out: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     confirmed: int = 0
     consensus: Consensus = dataclasses.field(default_factory=Consensus)
-    average: CommitAverage | None = None
+    average: messages.CommitAverage | None = None
     reason: str = ""
-    outcome: EndJob | None = None
+    outcome: messages.EndJob | None = None
 
     @property
     def present(self) -> list[str]:

@@ -13,28 +13,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from fedplat.errors import GossipError
-from fedplat.gossip.messages import (
-    KEY_BYTES,
-    MAX_RING,
-    Announcement,
-    BeginRing,
-    CommitRow,
-    Delta,
-    Digest,
-    GossipEvent,
-    KeyOffered,
-    ModelMissed,
-    ModelReceived,
-    Number,
-    RingBroken,
-    RingCompleted,
-    Signature,
-    SiloAnnounced,
-    SiloName,
-    Size,
-    check_magnitudes,
-)
-from fedplat.gossip.options import Exchange
+from fedplat.gossip import messages, options
 from fedplat.gossip.state import GossipPhase, GossipState
 
 FEATURE = "gossip.1"
@@ -47,14 +26,14 @@ MAX_STEP_BYTES = 2**20
 """Maximum size of what the server answers."""
 MAX_KNOWN = 100
 """Maximum length of `known`."""
-Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+Key = Annotated[bytes, Meta(min_length=messages.KEY_BYTES, max_length=messages.KEY_BYTES)]
 
 
 class GossipSetup(Struct, frozen=True, kw_only=True):
     """What a silo gets with its assignment: whether it trains, how models are exchanged, and the step size of CHOCO."""
 
     trains: bool
-    exchange: Exchange
+    exchange: options.Exchange
     gamma: float | None = None
 
 
@@ -64,44 +43,44 @@ class GossipSetup(Struct, frozen=True, kw_only=True):
 class Announce(Struct, frozen=True, tag="announce"):
     """The silo has trained; neighbours can have its model. `metrics` are those of the training."""
 
-    model: Announcement
+    model: messages.Announcement
     metrics: Annotated[dict[str, float], Meta(max_length=100)] = {}
 
 
 class Received(Struct, frozen=True):
     """The silo has stored a neighbour's model, at this squared distance from its own."""
 
-    sender: SiloName
-    digest: Digest
+    sender: messages.SiloName
+    digest: messages.Digest
     squared_distance: float
 
     def __post_init__(self) -> None:
-        check_magnitudes(self, "squared_distance")
+        messages.check_magnitudes(self, "squared_distance")
 
 
 class Exchanged(Struct, frozen=True, tag="exchanged"):
     """Models that the silo has stored, and senders whose models it cannot get."""
 
     received: Annotated[tuple[Received, ...], Meta(max_length=MAX_SILOS)] = ()
-    missed: Annotated[tuple[SiloName, ...], Meta(max_length=MAX_SILOS)] = ()
+    missed: Annotated[tuple[messages.SiloName, ...], Meta(max_length=MAX_SILOS)] = ()
 
 
 class OfferKey(Struct, frozen=True, tag="key"):
     """A fresh key for an attempt at a ring, and the largest magnitude in the silo's model."""
 
-    attempt: Number
+    attempt: messages.Number
     key: Key
-    signature: Signature
+    signature: messages.Signature
     largest: float
 
 
 class Completed(Struct, frozen=True, tag="completed"):
     """The silo has the mean of a ring (`RingCompleted`)."""
 
-    attempt: Number
-    digest: Digest
+    attempt: messages.Number
+    digest: messages.Digest
     squared_distance: float
-    chunks: Annotated[tuple[Digest, ...], Meta(max_length=MAX_RING)] = ()
+    chunks: Annotated[tuple[messages.Digest, ...], Meta(max_length=messages.MAX_RING)] = ()
 
 
 class Broken(Struct, frozen=True, tag="broken"):
@@ -110,9 +89,9 @@ class Broken(Struct, frozen=True, tag="broken"):
     With itself as the sender: it cannot go on, or has the mean, but no chunks for others any more.
     """
 
-    attempt: Number
-    sender: SiloName
-    step: Number
+    attempt: messages.Number
+    sender: messages.SiloName
+    step: messages.Number
 
 
 SiloReport = Announce | Exchanged | OfferKey | Completed | Broken
@@ -121,8 +100,8 @@ SiloReport = Announce | Exchanged | OfferKey | Completed | Broken
 class Progress(Struct, frozen=True):
     """What a silo has done: the last round that it has mixed, and that of the last mean that it has adopted."""
 
-    mixed_round: Number = 0
-    adopted_round: Number = 0
+    mixed_round: messages.Number = 0
+    adopted_round: messages.Number = 0
 
 
 class SiloMessage(Struct, frozen=True, kw_only=True):
@@ -133,21 +112,21 @@ class SiloMessage(Struct, frozen=True, kw_only=True):
     report: SiloReport | None = None
 
 
-def to_events(silo: str, round_number: int, mixed_round: int, report: SiloReport) -> list[GossipEvent]:
+def to_events(silo: str, round_number: int, mixed_round: int, report: SiloReport) -> list[messages.GossipEvent]:
     """Return the events that a silo's report stands for. Raises `GossipError` for numbers that are out of range."""
     try:
         match report:
             case Announce():
-                return [SiloAnnounced(silo, round_number, report.model, mixed_round)]
+                return [messages.SiloAnnounced(silo, round_number, report.model, mixed_round)]
             case Exchanged():
                 received = [
-                    ModelReceived(silo, each.sender, round_number, each.digest, each.squared_distance)
+                    messages.ModelReceived(silo, each.sender, round_number, each.digest, each.squared_distance)
                     for each in report.received
                 ]
-                return [*received, *(ModelMissed(silo, each, round_number) for each in report.missed)]
+                return [*received, *(messages.ModelMissed(silo, each, round_number) for each in report.missed)]
             case OfferKey():
                 return [
-                    KeyOffered(
+                    messages.KeyOffered(
                         silo=silo,
                         round=round_number,
                         attempt=report.attempt,
@@ -159,9 +138,9 @@ def to_events(silo: str, round_number: int, mixed_round: int, report: SiloReport
                 ]
             case Completed():
                 distance, chunks = report.squared_distance, report.chunks
-                return [RingCompleted(silo, round_number, report.attempt, report.digest, distance, chunks)]
+                return [messages.RingCompleted(silo, round_number, report.attempt, report.digest, distance, chunks)]
             case Broken():
-                return [RingBroken(silo, round_number, report.attempt, report.sender, report.step)]
+                return [messages.RingBroken(silo, round_number, report.attempt, report.sender, report.step)]
     except ValueError as exc:
         raise GossipError(str(exc)) from exc
 
@@ -175,20 +154,20 @@ class Contact(Struct, frozen=True):
     Without an address its files come through the server's relay.
     """
 
-    silo: SiloName
+    silo: messages.SiloName
     public_key: Key
     address: Annotated[str, Meta(max_length=300)] = ""
-    relay_key: Annotated[bytes, Meta(max_length=KEY_BYTES)] = b""
-    relay_signature: Signature = b""
+    relay_key: Annotated[bytes, Meta(max_length=messages.KEY_BYTES)] = b""
+    relay_signature: messages.Signature = b""
 
 
 class Offered(Struct, frozen=True):
     """A model that a silo offers."""
 
     contact: Contact
-    digest: Digest
-    size_bytes: Size
-    delta: Delta | None = None
+    digest: messages.Digest
+    size_bytes: messages.Size
+    delta: messages.Delta | None = None
 
 
 class Wait(Struct, frozen=True, tag="wait"):
@@ -204,49 +183,49 @@ class FetchModels(Struct, frozen=True, tag="fetch"):
 class Weight(Struct, frozen=True):
     """The weight of a neighbour's model."""
 
-    silo: SiloName
+    silo: messages.SiloName
     weight: float
 
 
 class MixModels(Struct, frozen=True, tag="mix"):
     """Mix the stored models by a row of W (`CommitRow`)."""
 
-    round: Number
+    round: messages.Number
     silo: Annotated[str, Meta(max_length=200)]
     own: float
     neighbours: Annotated[tuple[Weight, ...], Meta(max_length=MAX_SILOS)] = ()
 
     @classmethod
-    def by(cls, row: CommitRow) -> MixModels:
+    def by(cls, row: messages.CommitRow) -> MixModels:
         """Return the instruction for a row."""
         return cls(row.round, row.silo, row.own, tuple(Weight(*each) for each in row.neighbours))
 
     @property
-    def row(self) -> CommitRow:
+    def row(self) -> messages.CommitRow:
         """The row."""
         weights = tuple((each.silo, each.weight) for each in self.neighbours)
-        return CommitRow(self.round, self.silo, self.own, weights)
+        return messages.CommitRow(self.round, self.silo, self.own, weights)
 
 
 class SendKey(Struct, frozen=True, tag="key"):
     """Offer a fresh key for an attempt at a ring."""
 
-    attempt: Number
+    attempt: messages.Number
 
 
 class ReduceModels(Struct, frozen=True, tag="reduce"):
     """Take part in a ring; `contacts` are its members in order."""
 
-    ring: BeginRing
-    contacts: Annotated[tuple[Contact, ...], Meta(max_length=MAX_RING)]
+    ring: messages.BeginRing
+    contacts: Annotated[tuple[Contact, ...], Meta(max_length=messages.MAX_RING)]
 
 
 class AdoptMean(Struct, frozen=True, tag="adopt"):
     """Replace the model by the mean of a ring, which these silos have. `is_last`: the job exports it."""
 
-    round: Number
-    digest: Digest
-    holders: Annotated[tuple[Contact, ...], Meta(max_length=MAX_RING)]
+    round: messages.Number
+    digest: messages.Digest
+    holders: Annotated[tuple[Contact, ...], Meta(max_length=messages.MAX_RING)]
     is_last: bool
 
 
@@ -266,7 +245,7 @@ class SiloStep(Struct, frozen=True, kw_only=True):
 
     instruction: Instruction
     known: Annotated[str, Meta(max_length=MAX_KNOWN)]
-    round: Number
+    round: messages.Number
     remaining_s: float
     model_receivers: Annotated[tuple[Contact, ...], Meta(max_length=MAX_SILOS)] = ()
     mean_receivers: Annotated[tuple[Contact, ...], Meta(max_length=2 * MAX_SILOS)] = ()
@@ -293,7 +272,7 @@ def instruct(
             )
         case GossipPhase.OFFERING_KEYS if silo in state.candidates and silo not in state.offers:
             return SendKey(state.attempt)
-        case GossipPhase.REDUCING if silo in state.offers and not _has_reported(state, silo):
+        case GossipPhase.REDUCING if silo in state.offers and not (silo in state.completed or silo in state.broken):
             assert state.ring is not None
             return ReduceModels(state.ring, tuple(contact(member.silo) for member in state.ring.members))
         case _:
@@ -348,7 +327,3 @@ def chunk_name(attempt: int, step: int) -> str:
 def _is_for(state: GossipState, silo: str) -> bool:
     """Return whether a silo may have the last mean: all do if rings are the exchange, else those of the last round."""
     return state.rules.options.exchange == "ring" or silo in state.announced
-
-
-def _has_reported(state: GossipState, silo: str) -> bool:
-    return silo in state.completed or silo in state.broken

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from fedplat import aggregate, codecs, modes
+from fedplat import aggregate, codecs, modes, sampling
 from fedplat.aggregate.easgd import NAME as EASGD
 from fedplat.config.plugins import build_checked, has_absent, name_of
 from fedplat.job import combinations, elastic_checks, gossip_checks, privacy_checks, secure_checks
 from fedplat.job.combinations import CYCLIC, DISTILL, STALE_SYNCHRONOUS, find_contrary
-from fedplat.job.pool import PoolOptions, ServerLearning, ServerStep
+from fedplat.job.pool import PoolOptions, ServerStep
 from fedplat.job.secure_checks import RULES_ON_MEAN
 from fedplat.job.tables import JobTables
-from fedplat.parallel import Parallel
-from fedplat.sampling import Uniform
 
 NO_PRIVACY = (
     "privacy: the ServerApp reads the replies of single clients, so no guarantee would hold; expected no table "
@@ -115,7 +113,7 @@ def _check_stale_synchronous(spec: JobTables, mode: modes.StaleSynchronous) -> N
             f"selection.min_separation = {selection.min_separation}: the others would wait for the slowest client "
             'while it rests; expected 0 with mode.kind = "ssp"'
         )
-    if selection.sampling != Uniform():
+    if selection.sampling != sampling.Uniform():
         raise ValueError(
             f'selection.sampling.policy = "{name_of(selection.sampling)}": the clocks decide who trains next; expected '
             '"uniform" with mode.kind = "ssp"'
@@ -130,7 +128,7 @@ def _check_cyclic(spec: JobTables) -> None:
             f'selection.goal = {selection.goal}: with mode.kind = "cyclic" a round is the turn of one client; expected '
             "goal = 1"
         )
-    if selection.sampling != Uniform():
+    if selection.sampling != sampling.Uniform():
         raise ValueError(
             f'selection.sampling.policy = "{name_of(selection.sampling)}": each client has one turn in a cycle; '
             'expected "uniform" with mode.kind = "cyclic"'
@@ -150,7 +148,7 @@ def _check_flower(spec: JobTables) -> None:
         name = part.partition(".")[0]
         raise ValueError(f"{name}: the Flower app decides about it; expected no such key with the table [flower]")
     selection = spec.selection
-    if selection.sampling != Uniform() or selection.min_separation or selection.wait_for:
+    if selection.sampling != sampling.Uniform() or selection.min_separation or selection.wait_for:
         raise ValueError(
             "selection: the Flower app draws the clients; expected none of sampling, min_separation and wait_for with "
             "the table [flower]"
@@ -193,14 +191,12 @@ def _check_pool(spec: JobTables, pool: PoolOptions) -> None:
     if pool.parallel is not None:
         for name, table in (("warm_start", spec.warm_start), ("server_step", spec.server_step)):
             if table is not None:
-                _check_steps(name, table, pool.parallel)
-
-
-def _check_steps(name: str, table: ServerLearning, parallel: Parallel) -> None:
-    try:
-        parallel.check_steps(max_grad_norm=table.max_grad_norm, accumulate=table.accumulate, precision=table.precision)
-    except ValueError as exc:
-        raise ValueError(f"{name}.{exc}") from exc
+                try:
+                    pool.parallel.check_steps(
+                        max_grad_norm=table.max_grad_norm, accumulate=table.accumulate, precision=table.precision
+                    )
+                except ValueError as exc:
+                    raise ValueError(f"{name}.{exc}") from exc
 
 
 def _check_robust(spec: JobTables, robust: aggregate.Robust) -> None:

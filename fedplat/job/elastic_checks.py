@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from fedplat import codecs
+from fedplat import codecs, modes
 from fedplat.aggregate.easgd import NAME
 from fedplat.config.plugins import name_of
-from fedplat.job.combinations import DOWNLINK, ELASTIC, explain
-from fedplat.job.tables import JobTables
-from fedplat.modes import Buffered, ConstantStaleness
+from fedplat.job import combinations, tables
 
 REASONS: Mapping[str, str] = {
     "privacy": (
@@ -25,16 +23,16 @@ REASONS: Mapping[str, str] = {
         "[robust], or another rule"
     ),
 }
-_GAINS_LESS = {DOWNLINK: "the centre would gain less than the clients lose; expected none"}
+_GAINS_LESS = {combinations.DOWNLINK: "the centre would gain less than the clients lose; expected none"}
 
 
-def check_elastic(spec: JobTables) -> None:
+def check_elastic(spec: tables.JobTables) -> None:
     """Raise `ValueError`, with all mistakes in one message, if exchanges would not conserve x̃ + Σ x_i."""
-    if mistakes := [*explain(spec, ELASTIC, REASONS), *_change_mistakes(spec)]:
+    if mistakes := [*combinations.explain(spec, combinations.ELASTIC, REASONS), *_change_mistakes(spec)]:
         raise ValueError(f'aggregation.rule = "{NAME}": ' + "; ".join(mistakes))
 
 
-def _change_mistakes(spec: JobTables) -> Iterator[str]:
+def _change_mistakes(spec: tables.JobTables) -> Iterator[str]:
     if spec.updates.clips:
         yield (
             "updates.clip_norm, updates.adaptive_clip: a client would lose more than the centre gains; expected none, "
@@ -46,8 +44,8 @@ def _change_mistakes(spec: JobTables) -> Iterator[str]:
             f'compression.uplink: with the codec "{name_of(uplink)}" the centre would not gain exactly what the client '
             'loses; expected none, or { codec = "none", zstd = true }'
         )
-    yield from explain(spec, ELASTIC, _GAINS_LESS)
-    if isinstance(spec.mode, Buffered) and spec.mode.staleness != ConstantStaleness():
+    yield from combinations.explain(spec, combinations.ELASTIC, _GAINS_LESS)
+    if isinstance(spec.mode, modes.Buffered) and spec.mode.staleness != modes.ConstantStaleness():
         yield (
             f'mode.staleness = "{name_of(spec.mode.staleness)}": what stale clients have lost must count as a '
             'whole; expected "constant"'

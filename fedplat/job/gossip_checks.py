@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fedplat import aggregate
+from fedplat import aggregate, sampling
 from fedplat.aggregate import feddyn, scaffold
 from fedplat.config.plugins import name_of
 from fedplat.gossip.options import MIN_RING, Gossip
+from fedplat.job import sections, tables
 from fedplat.job.combinations import DOWNLINK, GOSSIP, OF_CLIENTS, explain
-from fedplat.job.sections import Selection, Updates
-from fedplat.job.tables import JobTables
-from fedplat.sampling import Uniform
 
 _NO_TABLES = {
     "privacy": "neighbours read a silo's model, and no server adds noise to a mean, so no guarantee would hold",
@@ -36,7 +34,7 @@ REASONS: Mapping[str, str] = {
 _FIELDS = ("over_selection", "wait_for", "min_separation", "close")
 
 
-def check_gossip(spec: JobTables, mode: Gossip) -> None:
+def check_gossip(spec: tables.JobTables, mode: Gossip) -> None:
     """Raise `ValueError` if a job has a table or key that has no meaning without a server's model."""
     for mistake in explain(spec, GOSSIP, REASONS):
         raise ValueError(mistake)
@@ -55,10 +53,10 @@ def check_gossip(spec: JobTables, mode: Gossip) -> None:
     _check_compression(spec, mode)
 
 
-def _check_selection(selection: Selection, mode: Gossip) -> None:
-    default = Selection(goal=selection.goal)
+def _check_selection(selection: sections.Selection, mode: Gossip) -> None:
+    default = sections.Selection(goal=selection.goal)
     changed = [name for name in _FIELDS if getattr(selection, name) != getattr(default, name)]
-    if selection.sampling != Uniform():
+    if selection.sampling != sampling.Uniform():
         changed.append("sampling")
     if changed:
         raise ValueError(
@@ -78,8 +76,8 @@ def _check_selection(selection: Selection, mode: Gossip) -> None:
         )
 
 
-def _check_updates(updates: Updates, mode: Gossip) -> None:
-    if updates != Updates(weighting=updates.weighting):
+def _check_updates(updates: sections.Updates, mode: Gossip) -> None:
+    if updates != sections.Updates(weighting=updates.weighting):
         raise ValueError(
             "updates: no one sees updates to clip, refuse or bound them; expected only weighting with "
             'mode.kind = "gossip"'
@@ -91,7 +89,7 @@ def _check_updates(updates: Updates, mode: Gossip) -> None:
         )
 
 
-def _check_compression(spec: JobTables, mode: Gossip) -> None:
+def _check_compression(spec: tables.JobTables, mode: Gossip) -> None:
     uplink = spec.compression.uplink
     if uplink is None:
         if mode.gamma is not None:

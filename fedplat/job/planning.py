@@ -18,7 +18,6 @@ from fedplat.config.toml import normalize
 from fedplat.errors import JobFileError
 from fedplat.job import secure
 from fedplat.job.privacy import build_mechanism, calibrate, find_mechanism
-from fedplat.job.sections import Selection
 from fedplat.job.spec import JobSpec
 from fedplat.privacy import Charge, Mechanism, Privacy, accounting
 from fedplat.privacy.accounting import epsilon, epsilon_rdp, epsilons, max_releases
@@ -197,7 +196,7 @@ def _mechanism(spec: JobSpec) -> Mechanism:
 
 
 def _around(multiplier: float) -> list[float]:
-    return [_round_up(multiplier * factor) for factor in FACTORS]
+    return [float(f"{multiplier * factor:.4g}") for factor in FACTORS]
 
 
 def _noise(
@@ -257,7 +256,10 @@ def _cohort(spec: JobSpec, goal: int, budget: float, num_clients: int, precision
             overflow=min(1.0, mechanism.overflow * mechanism.sampling_probability / rate),
         )
     elif mechanism.separation > 1 and num_clients:
-        mechanism = structs.replace(mechanism, separation=_widest(spec.selection, goal, num_clients))
+        # the number of consecutive rounds in which a client takes part once, if all clients take turns
+        mechanism = structs.replace(
+            mechanism, separation=max(1, num_clients // structs.replace(spec.selection, goal=goal).target)
+        )
     is_own = goal == spec.selection.goal
     try:
         if is_own and options.epsilon is None:
@@ -284,11 +286,6 @@ def _deviation(spec: JobSpec, multiplier: float, goal: int) -> float:
     return multiplier / (goal * options.expected_weight)
 
 
-def _widest(selection: Selection, goal: int, num_clients: int) -> int:
-    """Return the number of consecutive rounds in which a client takes part once, if all clients take turns."""
-    return max(1, num_clients // structs.replace(selection, goal=goal).target)
-
-
 def _remarks(spec: JobSpec, num_clients: int) -> Iterator[str]:
     selection = spec.selection
     if not num_clients:
@@ -308,7 +305,3 @@ def _remarks(spec: JobSpec, num_clients: int) -> Iterator[str]:
             f"{num_clients:,} clients are too few: with selection.min_separation = {selection.min_separation} and "
             f"{selection.target} assignments per round, {needed:,} are needed; rounds will wait or have fewer clients"
         )
-
-
-def _round_up(multiplier: float) -> float:
-    return float(f"{multiplier:.4g}")

@@ -9,9 +9,8 @@ from typing import Any
 
 from msgspec import structs
 
-from fedplat import privacy
+from fedplat import errors, privacy
 from fedplat.aggregate.private import Release
-from fedplat.errors import JobFileError
 from fedplat.job import secure
 from fedplat.job.spec import JobSpec
 from fedplat.privacy import accounting
@@ -45,7 +44,7 @@ def calibrate(spec: JobSpec) -> JobSpec:
                 )
         return _with(spec, max_releases=most)
     except ValueError as exc:
-        raise JobFileError(f"privacy: {exc}") from exc
+        raise errors.JobFileError(f"privacy: {exc}") from exc
 
 
 def calibrated_multiplier(spec: JobSpec, releases: int, budget: float, precision: Precision = FINE) -> float:

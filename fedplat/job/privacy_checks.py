@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from fedplat import codecs, privacy
+from fedplat import codecs, privacy, sampling
 from fedplat.config.plugins import name_of
 from fedplat.flower.rule import FlowerAggregation
-from fedplat.job import secure
-from fedplat.job.combinations import BUFFERED, OF_CLIENTS, STALE_SYNCHRONOUS, explain
-from fedplat.job.sections import Updates
+from fedplat.job import combinations, sections, secure, tables
 from fedplat.job.secure_checks import RULES_ON_MEAN
-from fedplat.job.tables import JobTables
-from fedplat.sampling import Poisson, Uniform
 
 _CLOSES_EARLY = 'expected "sync", since a buffer closes at a number of reports'
 REASONS: Mapping[str, str] = {
-    BUFFERED: _CLOSES_EARLY,
-    STALE_SYNCHRONOUS: _CLOSES_EARLY,
+    combinations.BUFFERED: _CLOSES_EARLY,
+    combinations.STALE_SYNCHRONOUS: _CLOSES_EARLY,
     "robust": "expected none, since the influence of one client on the result of such a rule has no small bound",
-    OF_CLIENTS: "expected none, since its results would be releases without noise",
+    combinations.OF_CLIENTS: "expected none, since its results would be releases without noise",
 }
 
 
-def check_privacy(spec: JobTables, options: privacy.Privacy) -> None:
+def check_privacy(spec: tables.JobTables, options: privacy.Privacy) -> None:
     """Raise `ValueError`, with all mistakes in one message, if the job could not keep its privacy guarantee."""
     mistakes = [
         *_updates_mistakes(spec),
@@ -36,11 +32,11 @@ def check_privacy(spec: JobTables, options: privacy.Privacy) -> None:
         raise ValueError("privacy: " + "; ".join(mistakes))
 
 
-def _updates_mistakes(spec: JobTables) -> Iterator[str]:
+def _updates_mistakes(spec: tables.JobTables) -> Iterator[str]:
     updates = spec.updates
     if not (updates.clip_norm or updates.adaptive_clip):
         yield "the influence of one client needs a bound; expected updates.clip_norm or updates.adaptive_clip"
-    if updates.weighting == "examples" and updates.max_examples >= Updates().max_examples:
+    if updates.weighting == "examples" and updates.max_examples >= sections.Updates().max_examples:
         yield (
             f"updates.max_examples = {updates.max_examples:g}: a client with so many examples weighs 1, and all others "
             'less; expected a number that many clients have, or weighting = "uniform"'
@@ -53,7 +49,7 @@ def _updates_mistakes(spec: JobTables) -> Iterator[str]:
             )
 
 
-def _other_mistakes(spec: JobTables) -> Iterator[str]:
+def _other_mistakes(spec: tables.JobTables) -> Iterator[str]:
     if isinstance(spec.aggregation, FlowerAggregation):
         yield (
             f'aggregation.rule = "flower": expected {RULES_ON_MEAN}; a Flower strategy sees the model of each client, '
@@ -64,7 +60,7 @@ def _other_mistakes(spec: JobTables) -> Iterator[str]:
             f'aggregation.rule = "{name_of(spec.aggregation)}": expected {RULES_ON_MEAN}; others have a mean of '
             "their own"
         )
-    yield from explain(spec, "privacy", REASONS)
+    yield from combinations.explain(spec, "privacy", REASONS)
     if (codec := spec.compression.uplink) is not None and type(codec) not in codecs.CODECS.values():
         # Clipping reads an update twice, and its bound holds for each update alone.
         yield (
@@ -75,11 +71,11 @@ def _other_mistakes(spec: JobTables) -> Iterator[str]:
         yield "deadlines.adaptive: expected none, since it reveals to clients how long others took"
 
 
-def _participation_mistakes(spec: JobTables, options: privacy.Privacy) -> Iterator[str]:
+def _participation_mistakes(spec: tables.JobTables, options: privacy.Privacy) -> Iterator[str]:
     selection, kind = spec.selection, options.participation
     if selection.close != "deadline" and options.trust == "server":
         yield 'selection.close = "goal": expected "deadline", since the fastest would certainly be in the model'
-    expected, policy = Poisson if kind == "poisson" else Uniform, selection.sampling
+    expected, policy = sampling.Poisson if kind == "poisson" else sampling.Uniform, selection.sampling
     if type(policy) not in (expected,):  # not even a subclass, which may draw in another way
         yield (
             f'selection.sampling.policy = "{name_of(policy)}": expected '
@@ -97,7 +93,7 @@ def _participation_mistakes(spec: JobTables, options: privacy.Privacy) -> Iterat
         yield 'selection.min_separation: expected rounds above 0 with participation = "min_separation"'
 
 
-def _clip_mistakes(spec: JobTables, options: privacy.Privacy) -> Iterator[str]:
+def _clip_mistakes(spec: tables.JobTables, options: privacy.Privacy) -> Iterator[str]:
     if spec.updates.adaptive_clip is None:
         return
     if options.participation == "min_separation":
@@ -113,7 +109,7 @@ def _clip_mistakes(spec: JobTables, options: privacy.Privacy) -> Iterator[str]:
         )
 
 
-def _trust_mistakes(spec: JobTables, options: privacy.Privacy) -> Iterator[str]:
+def _trust_mistakes(spec: tables.JobTables, options: privacy.Privacy) -> Iterator[str]:
     if options.trust == "server":
         return
     if spec.secure_aggregation is None:

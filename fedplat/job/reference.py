@@ -91,7 +91,8 @@ def _sections(job: types.StructType) -> Iterator[str]:
         path, records = waiting.pop(0)
         kinds = frozenset(record.cls for record in records)
         if kinds in paths:
-            yield f"## `[{path}]`\n\nThe keys are those of [`[{paths[kinds]}]`](#{_anchor(paths[kinds])})."
+            # Markdown generates an anchor without the dots of the heading.
+            yield f"## `[{path}]`\n\nThe keys are those of [`[{paths[kinds]}]`](#{paths[kinds].replace('.', '')})."
             continue
         paths[kinds] = path
         yield _union(path, records) if records[0].tag_field else _record(path, records[0])
@@ -220,11 +221,6 @@ def _number(value: float) -> str:
 
 def _join(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
-
-
-def _anchor(path: str) -> str:
-    """Return the anchor that Markdown generates for a section's heading."""
-    return path.replace(".", "")
 
 
 if __name__ == "__main__":

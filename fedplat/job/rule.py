@@ -5,22 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from fedplat import aggregate, codecs, privacy
+from fedplat import aggregate, codecs, errors, model, privacy
 from fedplat.aggregate import private
-from fedplat.config import user_code
-from fedplat.config.plugins import build_checked, name_of
-from fedplat.errors import JobFileError, SecureAggregationError
+from fedplat.config import plugins, user_code
 from fedplat.job import secure
 from fedplat.job.privacy import build_release, calibrate
 from fedplat.job.spec import JobSpec
-from fedplat.model import Schema
 
 
 def build_rule(
-    spec: JobSpec,
-    seed: int = 0,
-    noise: privacy.Noise | None = None,
-    keep_step: Callable[[bytes], None] | None = None,
+    spec: JobSpec, seed: int = 0, noise: privacy.Noise | None = None, keep_step: Callable[[bytes], None] | None = None
 ) -> aggregate.Rule:
     """Return the aggregation rule of a job; `seed` seeds its random draws in an attempt.
 
@@ -32,11 +26,11 @@ def build_rule(
     """
     if spec.secure_aggregation is not None:
         return build_secure_rule(spec, seed, keep_step)
-    rule = build_checked(spec.aggregation, aggregate.Rule, "aggregation.rule")
+    rule = plugins.build_checked(spec.aggregation, aggregate.Rule, "aggregation.rule")
     if spec.privacy is not None:
         rule = aggregate.restrict_to_mean(rule)  # also a plugin sees only what is released
     if spec.robust is not None:
-        with user_code.wrap_errors(f'robust.rule = "{name_of(spec.robust.rule)}": build()'):
+        with user_code.wrap_errors(f'robust.rule = "{plugins.name_of(spec.robust.rule)}": build()'):
             rule = spec.robust.build(seed)(rule)
     rule = aggregate.average_statistics(spec.updates.clip(rule))
     if (release := build_release(spec)) is not None:
@@ -52,15 +46,15 @@ def build_secure_rule(spec: JobSpec, seed: int = 0, keep_step: Callable[[bytes],
     It receives the mean of the updates (`secure.mean_update`) as the only update of an attempt, with weight 1. Clients
     have clipped and weighed theirs, and added the noise.
     """
-    inner = build_checked(spec.aggregation, aggregate.Rule, "aggregation.rule")
+    inner = plugins.build_checked(spec.aggregation, aggregate.Rule, "aggregation.rule")
     requirements = dataclasses.replace(inner.requirements, misfit=_misfit(spec, inner.requirements.misfit))
     rule = dataclasses.replace(aggregate.restrict_to_mean(inner), requirements=requirements)
     rule = aggregate.average_statistics(rule)
     return _compress_step(spec, rule, seed, keep_step)
 
 
-def _misfit(spec: JobSpec, inner: Callable[[Schema], str]) -> Callable[[Schema], str]:
-    def misfit(schema: Schema) -> str:
+def _misfit(spec: JobSpec, inner: Callable[[model.Schema], str]) -> Callable[[model.Schema], str]:
+    def misfit(schema: model.Schema) -> str:
         if schema.carry == "max":
             return (
                 'the model carries its integer entries by "max", which needs those of single clients; a job with '
@@ -70,14 +64,14 @@ def _misfit(spec: JobSpec, inner: Callable[[Schema], str]) -> Callable[[Schema],
             return problem
         try:
             secure.build_encoding(calibrate(spec), schema.num_floating)
-        except (SecureAggregationError, JobFileError) as exc:
+        except (errors.SecureAggregationError, errors.JobFileError) as exc:
             return str(exc)
         return inner(schema)
 
     return misfit
 
 
-def _refuse_statistics(inner: Callable[[Schema], str]) -> Callable[[Schema], str]:
+def _refuse_statistics(inner: Callable[[model.Schema], str]) -> Callable[[model.Schema], str]:
     return lambda schema: aggregate.describe_statistics(schema) or inner(schema)
 
 
@@ -87,5 +81,5 @@ def _compress_step(
     codec = spec.compression.downlink
     if keep_step is None or codec is None:
         return rule
-    built = build_checked(codec, codecs.Codec, "compression.downlink.codec")
+    built = plugins.build_checked(codec, codecs.Codec, "compression.downlink.codec")
     return aggregate.compress_step(built, seed, keep_step)(rule)

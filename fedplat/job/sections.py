@@ -12,16 +12,13 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from fedplat import aggregate, codecs, sampling
-from fedplat.config import label_expressions
-from fedplat.config.plugins import name_of
+from fedplat import aggregate, codecs, errors, sampling, texts
+from fedplat.config import label_expressions, plugins
 from fedplat.config.toml import format_value
-from fedplat.errors import LabelError
 from fedplat.sampling import Policy, Uniform
-from fedplat.texts import NAME_PATTERN
 
 Scalar = bool | int | float | str
-Name = Annotated[str, Meta(pattern=f"^{NAME_PATTERN}$")]
+Name = Annotated[str, Meta(pattern=f"^{texts.NAME_PATTERN}$")]
 Positive = Annotated[float, Meta(gt=0.0, le=31_536_000.0)]
 # The minimum is not 0: a back-off of a nanosecond would be a busy loop.
 Duration = Annotated[float, Meta(ge=0.01, le=31_536_000.0)]
@@ -73,7 +70,7 @@ class Selection(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     def __post_init__(self) -> None:
         try:
             label_expressions.compile_expression(self.where)
-        except LabelError as exc:
+        except errors.LabelError as exc:
             raise ValueError(f"where = {format_value(self.where)}: {exc}") from exc
 
     @property
@@ -212,7 +209,7 @@ class Compression(Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def names(self) -> frozenset[str]:
         """The codecs that a client must support. One without that of the downlink gets whole models."""
-        return frozenset() if self.uplink is None else frozenset({name_of(self.uplink)})
+        return frozenset() if self.uplink is None else frozenset({plugins.name_of(self.uplink)})
 
 
 class ClientEvaluation(Struct, frozen=True, forbid_unknown_fields=True):

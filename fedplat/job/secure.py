@@ -9,9 +9,8 @@ from fractions import Fraction
 
 import numpy as np
 
-from fedplat.errors import SecureAggregationError
+from fedplat import errors, model
 from fedplat.job.tables import JobTables
-from fedplat.model import Vector
 from fedplat.privacy import Privacy, skellam
 from fedplat.secure_aggregation.encoding import Decoded
 from fedplat.secure_aggregation.options import MIN_GROUP, SecureAggregation
@@ -79,20 +78,19 @@ def build_encoding(spec: JobTables, size: int) -> Encoding:
 def _local_noise(spec: JobTables, privacy: Privacy, size: int) -> LocalNoise:
     """Return the noise of one client, of which that of `group_minimum` clients is enough."""
     if privacy.noise_multiplier is None:
-        raise SecureAggregationError("the job's noise was not calibrated, so no client can add its part")
+        raise errors.SecureAggregationError("the job's noise was not calibrated, so no client can add its part")
     modulus, fewest, most = require_secure(spec).modulus, group_minimum(spec), group_maximum(spec)
     factor = _variance_factor(spec, privacy.noise_multiplier)
     norm = skellam.fit_norm(_levels(spec), size, modulus, most, factor)
     sensitivity = skellam.rounded_sensitivity(norm, size)
     if norm < 1.0 or sensitivity > MAX_INFLATION * norm:
         key = "modulus" if norm < _levels(spec) else "bits"
-        raise SecureAggregationError(
+        raise errors.SecureAggregationError(
             f"rounding would more than double the noise of a model with {size:,} entries: expected "
             f"secure_aggregation.{key} above {getattr(require_secure(spec), key)}"
         )
     noise = LocalNoise(
-        scale=norm / spec.updates.clip_norm,
-        variance=(privacy.noise_multiplier * sensitivity) ** 2 / fewest,
+        scale=norm / spec.updates.clip_norm, variance=(privacy.noise_multiplier * sensitivity) ** 2 / fewest
     )
     if privacy.metrics is None:
         return noise
@@ -151,7 +149,7 @@ def spent_releases(spec: JobTables, unmasked: Sequence[int]) -> Fraction:
     return sum((Fraction(group_minimum(spec) * counts[each], each) for each in counts), Fraction())
 
 
-def mean_update(spec: JobTables, decoded: Decoded) -> Vector:
+def mean_update(spec: JobTables, decoded: Decoded) -> model.Vector:
     """Return the mean of the updates from their sum over all groups, which it overwrites.
 
     The divisor of a private job is fixed: `selection.goal` times `privacy.expected_weight`. Raises
@@ -159,7 +157,7 @@ def mean_update(spec: JobTables, decoded: Decoded) -> Vector:
     """
     divisor = decoded.weight if spec.privacy is None else spec.selection.goal * spec.privacy.expected_weight
     if divisor <= 0.0:
-        raise SecureAggregationError(f"the weights of {decoded.num_survivors} updates add up to 0")
+        raise errors.SecureAggregationError(f"the weights of {decoded.num_survivors} updates add up to 0")
     return np.divide(decoded.update, np.float32(divisor), out=decoded.update)
 
 

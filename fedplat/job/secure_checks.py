@@ -6,10 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from fedplat import aggregate
 from fedplat.config.plugins import build_checked, name_of
-from fedplat.job import secure
-from fedplat.job.combinations import BUFFERED, DISTILL, OF_CLIENTS, STALE_SYNCHRONOUS, UPLINK, explain
-from fedplat.job.sections import Updates
-from fedplat.job.tables import JobTables
+from fedplat.job import combinations, sections, secure, tables
 from fedplat.secure_aggregation.options import MIN_GROUP, SecureAggregation
 from fedplat.secure_aggregation.setup import MIN_CLIP
 
@@ -17,22 +14,22 @@ RULES_ON_MEAN = ", ".join(name for name, each in aggregate.RULES.items() if each
 """The built-in rules that need only the mean of the updates."""
 _SHARED_MASKS = 'expected "sync", since clients share masks for one attempt'
 REASONS: Mapping[str, str] = {
-    BUFFERED: _SHARED_MASKS,
-    STALE_SYNCHRONOUS: _SHARED_MASKS,
+    combinations.BUFFERED: _SHARED_MASKS,
+    combinations.STALE_SYNCHRONOUS: _SHARED_MASKS,
     "robust": "expected none, since such a rule compares the updates of single clients",
-    UPLINK: "expected none, since masked updates cannot be compressed",
-    OF_CLIENTS: "expected none, since these metrics would reach the server without masks",
-    DISTILL: 'expected "train", since it uses the model of each client',
+    combinations.UPLINK: "expected none, since masked updates cannot be compressed",
+    combinations.OF_CLIENTS: "expected none, since these metrics would reach the server without masks",
+    combinations.DISTILL: 'expected "train", since it uses the model of each client',
     "pool": "expected none, since masked updates are added by the server's own process",
 }
 
 
-def check_secure(spec: JobTables, options: SecureAggregation) -> None:
+def check_secure(spec: tables.JobTables, options: SecureAggregation) -> None:
     """Raise `ValueError`, with all mistakes in one message, if the server would need the updates of single clients."""
     mistakes = [
         *_updates_mistakes(spec),
         *_policy_mistakes(spec),
-        *explain(spec, "secure_aggregation", REASONS),
+        *combinations.explain(spec, "secure_aggregation", REASONS),
         *_group_mistakes(spec, options),
         *_privacy_mistakes(spec, options),
     ]
@@ -40,13 +37,13 @@ def check_secure(spec: JobTables, options: SecureAggregation) -> None:
         raise ValueError("secure_aggregation: " + "; ".join(mistakes))
 
 
-def _updates_mistakes(spec: JobTables) -> Iterator[str]:
+def _updates_mistakes(spec: tables.JobTables) -> Iterator[str]:
     updates = spec.updates
     if updates.adaptive_clip is not None:
         yield "updates.adaptive_clip: expected updates.clip_norm, since the server does not learn the norms"
     elif updates.clip_norm < MIN_CLIP:
         yield f"updates.clip_norm = {updates.clip_norm:g}: expected a bound, which is the range of the quantizer"
-    if updates.weighting == "examples" and updates.max_examples >= Updates().max_examples:
+    if updates.weighting == "examples" and updates.max_examples >= sections.Updates().max_examples:
         yield (
             f"updates.max_examples = {updates.max_examples:g}: a client with so many examples weighs 1, and all others "
             'less; expected a number that many clients have, or weighting = "uniform"'
@@ -56,7 +53,7 @@ def _updates_mistakes(spec: JobTables) -> Iterator[str]:
             yield f"updates.{name} = {value:g}: expected 0, since the server cannot compare updates"
 
 
-def _policy_mistakes(spec: JobTables) -> Iterator[str]:
+def _policy_mistakes(spec: tables.JobTables) -> Iterator[str]:
     name = name_of(spec.aggregation)
     if not spec.aggregation.works_on_mean:
         yield f'aggregation.rule = "{name}": expected {RULES_ON_MEAN}; others need the update of each client'
@@ -72,7 +69,7 @@ def _policy_mistakes(spec: JobTables) -> Iterator[str]:
         )
 
 
-def _group_mistakes(spec: JobTables, options: SecureAggregation) -> Iterator[str]:
+def _group_mistakes(spec: tables.JobTables, options: SecureAggregation) -> Iterator[str]:
     goal, groups = spec.selection.goal, secure.num_groups(spec)
     if goal // groups < MIN_GROUP:
         yield (
@@ -87,7 +84,7 @@ def _group_mistakes(spec: JobTables, options: SecureAggregation) -> Iterator[str
         )
 
 
-def _privacy_mistakes(spec: JobTables, options: SecureAggregation) -> Iterator[str]:
+def _privacy_mistakes(spec: tables.JobTables, options: SecureAggregation) -> Iterator[str]:
     if spec.privacy is None:
         return
     if spec.privacy.trust == "server":
@@ -99,5 +96,5 @@ def _privacy_mistakes(spec: JobTables, options: SecureAggregation) -> Iterator[s
         yield 'metrics: expected [privacy.metrics] with privacy.trust = "none", whose values have noise'
 
 
-def _has_local_noise(spec: JobTables) -> bool:
+def _has_local_noise(spec: tables.JobTables) -> bool:
     return spec.privacy is not None and spec.privacy.trust == "none"

@@ -13,34 +13,20 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from fedplat import aggregate
-from fedplat.config.plugin_objects import adopt_fields
+from fedplat import aggregate, errors
+from fedplat.config import plugin_objects, toml
 from fedplat.config.plugins import BUILTIN, Plugins, build_checked, has_absent, name_of
-from fedplat.config.toml import (
-    format_value,
-    normalize,
-    read_name,
-    read_record,
-    read_toml,
-    readable_part,
-    shown_key,
-    to_table,
-)
 from fedplat.config.toml_text import write_toml
-from fedplat.errors import JobFileError
-from fedplat.job import checks
-from fedplat.job.copies import describe_copies
-from fedplat.job.sections import Scalar
-from fedplat.job.tables import JobTables
+from fedplat.job import checks, copies, sections, tables
 from fedplat.model import Parameters
 from fedplat.privacy import Privacy
 
 
-class JobSpec(JobTables, frozen=True, forbid_unknown_fields=True):
+class JobSpec(tables.JobTables, frozen=True, forbid_unknown_fields=True):
     """A training job."""
 
     def __post_init__(self) -> None:
-        adopt_fields(self)
+        plugin_objects.adopt_fields(self)
         _check_values(self.config, "config")
         if self.flower is not None:
             _check_values(self.flower.run_config, "flower.run_config")
@@ -49,7 +35,7 @@ class JobSpec(JobTables, frozen=True, forbid_unknown_fields=True):
 
 def parse_job(text: str, plugins: Plugins = BUILTIN) -> JobSpec:
     """Parse a job file, which may use the names of `plugins`. Raises `JobFileError`, with one line per mistake."""
-    spec = read_record(read_toml(text), JobSpec, plugins=plugins)
+    spec = toml.read_record(toml.read_toml(text), JobSpec, plugins=plugins)
     check_algorithm(spec, plugins)
     return spec
 
@@ -67,9 +53,9 @@ def check_algorithm(spec: JobSpec, plugins: Plugins = BUILTIN) -> None:
     if isinstance(required, str):
         return
     key = "config.algorithm"
-    given = read_name(spec.config.get("algorithm", "sgd"), aggregate.LOCAL_ALGORITHM, key, plugins)
+    given = toml.read_name(spec.config.get("algorithm", "sgd"), aggregate.LOCAL_ALGORITHM, key, plugins)
     if not issubclass(given, required):
-        raise JobFileError(
+        raise errors.JobFileError(
             f'aggregation.rule = "{name_of(spec.aggregation)}": clients must run their part of it; expected [config] '
             f"algorithm = a name of the class {required.__name__} ({required.__module__}), and "
             f'"{given.__struct_config__.tag}" is another'
@@ -82,7 +68,7 @@ def job_file(spec: JobSpec) -> str:
     Raises `JobFileError` with one line for each mistake, and for a plugin, because servers have only the built-in
     names.
     """
-    text = write_toml(to_table(normalize(spec)))
+    text = write_toml(toml.to_table(toml.normalize(spec)))
     check_main(parse_job(text).model.initial)
     return text
 
@@ -90,21 +76,23 @@ def job_file(spec: JobSpec) -> str:
 def check_main(initial: str) -> None:
     """Raise `JobFileError` if `model.initial` names a function that only the running program has."""
     if initial.startswith("__main__:"):
-        raise JobFileError(
+        raise errors.JobFileError(
             f'model.initial = "{initial}": the function is defined in a notebook or script; expected a function of a '
             "module, module:function, or a .safetensors file"
         )
 
 
-def _check_values(values: Mapping[str, Scalar], table: str) -> None:
+def _check_values(values: Mapping[str, sections.Scalar], table: str) -> None:
     """Raise `ValueError` for values that cannot be sent to clients."""
     if len(values) > 1000:
         raise ValueError(f"{table} has {len(values)} keys; expected at most 1000")
     for key, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{table}.{shown_key(key)} = {value}: expected a finite number")
+            raise ValueError(f"{table}.{toml.shown_key(key)} = {value}: expected a finite number")
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise ValueError(f"{table}.{shown_key(key)} = {format_value(value)}: expected a number of at most 64 bits")
+            raise ValueError(
+                f"{table}.{toml.shown_key(key)} = {toml.format_value(value)}: expected a number of at most 64 bits"
+            )
 
 
 _UNREADABLE = "unreadable"
@@ -126,11 +114,13 @@ def read_newer(job_file: str, privacy: Mapping[str, Any] | None) -> JobSpec:
     The rest has its defaults, and the aggregation rule is one that cannot be built: see `is_unreadable`. Raises
     `JobFileError` for a text that is not TOML, and if only one of the two makes the job private.
     """
-    raw = read_toml(job_file)
+    raw = toml.read_toml(job_file)
     if ("privacy" in raw) != (privacy is not None):
-        raise JobFileError("privacy: the job file and the stored [privacy] do not agree")
-    readable = readable_part({key: value for key, value in raw.items() if key != "privacy"}, JobSpec)
-    spec = read_record({**_PLACEHOLDERS, **readable, "aggregation": {"rule": _UNREADABLE}}, JobSpec, plugins=_ABSENT)
+        raise errors.JobFileError("privacy: the job file and the stored [privacy] do not agree")
+    readable = toml.readable_part({key: value for key, value in raw.items() if key != "privacy"}, JobSpec)
+    spec = toml.read_record(
+        {**_PLACEHOLDERS, **readable, "aggregation": {"rule": _UNREADABLE}}, JobSpec, plugins=_ABSENT
+    )
     return spec if privacy is None else structs.replace(spec, privacy=_read_privacy(privacy))
 
 
@@ -142,14 +132,14 @@ def is_unreadable(spec: JobSpec) -> bool:
 def _read_privacy(stored: Mapping[str, Any]) -> Privacy:
     """Return options that withhold what the stored ones withhold; their promise is not known."""
     try:
-        return read_record({**_PRIVACY, **readable_part(stored, Privacy)}, Privacy)
-    except JobFileError:  # each key is valid, but not all together
-        return read_record(_PRIVACY, Privacy)
+        return toml.read_record({**_PRIVACY, **toml.readable_part(stored, Privacy)}, Privacy)
+    except errors.JobFileError:  # each key is valid, but not all together
+        return toml.read_record(_PRIVACY, Privacy)
 
 
 def warnings(spec: JobSpec, model: Parameters | None = None) -> list[str]:
     """Return a warning for each setting that lets one client dominate a job, or does not suit its initial model."""
-    found = [] if model is None else [*describe_coarse_steps(spec, model), *describe_copies(spec, model)]
+    found = [] if model is None else [*describe_coarse_steps(spec, model), *copies.describe_copies(spec, model)]
     updates = spec.updates
     if spec.flower is not None or spec.secure_aggregation is not None or spec.gossip is not None:
         # Its strategy decides what an update may weigh, clients clip and weigh theirs by at most 1, or no one sees one.

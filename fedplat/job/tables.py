@@ -10,21 +10,8 @@ from msgspec import Struct
 
 from fedplat import aggregate, modes, privacy
 from fedplat.gossip.options import Gossip
+from fedplat.job import sections
 from fedplat.job.pool import PoolOptions, ServerStep, WarmStart
-from fedplat.job.sections import (
-    Compression,
-    Count,
-    Deadlines,
-    Evaluation,
-    Flower,
-    Model,
-    Name,
-    Retention,
-    Retry,
-    Scalar,
-    Selection,
-    Updates,
-)
 from fedplat.parallel import Parallel
 from fedplat.secure_aggregation.options import SecureAggregation
 
@@ -35,34 +22,34 @@ MAX_WEIGHT_FACTOR = 10.0
 class JobTables(Struct, frozen=True, forbid_unknown_fields=True):
     """The tables of a training job, each with its own checks."""
 
-    name: Name
+    name: sections.Name
     """Name of the job: letters, digits and `_.-`."""
-    population: Name
+    population: sections.Name
     """Population whose clients may take part."""
-    trainer: Name
+    trainer: sections.Name
     """Name under which the training function is installed on the clients."""
-    rounds: Count
+    rounds: sections.Count
     """Number of committed rounds after which the job is complete."""
-    model: Model
+    model: sections.Model
     """Source of the initial model."""
-    selection: Selection
+    selection: sections.Selection
     """Clients that take part, and when an attempt closes."""
     mode: modes.Sync | modes.Buffered | modes.StaleSynchronous | modes.Cyclic | Gossip = modes.Sync()
     """Synchronous rounds, asynchronous training with a buffer of updates, stale synchronous parallel training, training
     by one client after the other, or an exchange between silos without a server's model."""
-    config: dict[str, Scalar] = {}
+    config: dict[str, sections.Scalar] = {}
     """Hyper-parameters that the trainer finds in `task.config`."""
     durability: Literal["spool", "memory"] = "spool"
     """`"spool"`: accepted updates are stored on the server's disk until their version is committed, so a killed server
     continues the open attempt. `"memory"`: updates are never written to disk (Linux), and a crash costs the open
     attempt, which is retried, but never the job."""
-    deadlines: Deadlines = Deadlines()
+    deadlines: sections.Deadlines = sections.Deadlines()
     """Duration of each phase."""
-    retry: Retry = Retry()
+    retry: sections.Retry = sections.Retry()
     """Back-off between attempts at the same round."""
-    updates: Updates = Updates()
+    updates: sections.Updates = sections.Updates()
     """Weights and bounds of updates."""
-    compression: Compression = Compression()
+    compression: sections.Compression = sections.Compression()
     """Codecs of updates and versions."""
     aggregation: aggregate.RuleOptions = aggregate.FedAvg()
     """Aggregation rule and its options."""
@@ -72,9 +59,9 @@ class JobTables(Struct, frozen=True, forbid_unknown_fields=True):
     """Differential privacy of clients; none: no guarantee."""
     secure_aggregation: SecureAggregation | None = None
     """Secure aggregation, with which the server learns only sums of updates; none: it sees each update."""
-    evaluation: Evaluation = Evaluation()
+    evaluation: sections.Evaluation = sections.Evaluation()
     """Evaluation of committed models."""
-    retention: Retention = Retention()
+    retention: sections.Retention = sections.Retention()
     """Files and history that the server keeps."""
     pool: PoolOptions | None = None
     """Ranks of the server that work for the job, if it has any; needs `durability = "spool"`."""
@@ -82,11 +69,11 @@ class JobTables(Struct, frozen=True, forbid_unknown_fields=True):
     """Training on the server's data before round 1; none: round 1 begins with the initial model."""
     server_step: ServerStep | None = None
     """Training on the server's data at the end of rounds; none: only clients train."""
-    flower: Flower | None = None
+    flower: sections.Flower | None = None
     """Flower app whose messages the rounds exchange; none: clients train the job's model."""
 
     @property
-    def client_config(self) -> Mapping[str, Scalar]:
+    def client_config(self) -> Mapping[str, sections.Scalar]:
         """The values that clients find in `task.config`."""
         return self.config if self.flower is None else self.flower.run_config
 
@@ -172,7 +159,7 @@ class JobTables(Struct, frozen=True, forbid_unknown_fields=True):
         return self.mode.weight(staleness) * weight
 
 
-def require_flower(spec: JobTables) -> Flower:
+def require_flower(spec: JobTables) -> sections.Flower:
     """Return the options of a job with a Flower app."""
     assert spec.flower is not None
     return spec.flower

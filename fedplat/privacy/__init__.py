@@ -11,13 +11,4 @@ from fedplat.privacy.noise import KEY_BYTES, Noise, Tree
 from fedplat.privacy.options import Privacy, PublishedMetrics
 from fedplat.privacy.releases import Charge, Mechanism, tree_sensitivity
 
-__all__ = [
-    "KEY_BYTES",
-    "Charge",
-    "Mechanism",
-    "Noise",
-    "Privacy",
-    "PublishedMetrics",
-    "Tree",
-    "tree_sensitivity",
-]
+__all__ = ["KEY_BYTES", "Charge", "Mechanism", "Noise", "Privacy", "PublishedMetrics", "Tree", "tree_sensitivity"]

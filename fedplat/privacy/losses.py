@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from fedplat.errors import MissingExtraError
-from fedplat.extras import install_command
+from fedplat import errors, extras
 from fedplat.privacy import skellam
 from fedplat.privacy.releases import Mechanism
 
@@ -77,8 +76,8 @@ def _library() -> Any:
     try:
         return cast(Any, importlib.import_module("dp_accounting"))
     except ModuleNotFoundError as exc:
-        raise MissingExtraError(
-            f"the accounting of privacy needs dp-accounting; install it with: {install_command('privacy')}"
+        raise errors.MissingExtraError(
+            f"the accounting of privacy needs dp-accounting; install it with: {extras.install_command('privacy')}"
         ) from exc
 
 

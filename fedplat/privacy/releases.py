@@ -67,10 +67,7 @@ def tree_sensitivity(releases: int, separation: int, participations: int) -> flo
     return math.sqrt(participations * squared)
 
 
-ADJACENCY = {
-    "add-or-remove": "one client more or less",
-    "zero-out": "one client's reports replaced by zeros",
-}
+ADJACENCY = {"add-or-remove": "one client more or less", "zero-out": "one client's reports replaced by zeros"}
 """The difference between two populations that cannot be distinguished, by the name of the adjacency."""
 NOT_COVERED = (
     "the server and its operators: updates and reports reach them without noise",

@@ -21,14 +21,12 @@ import numpy.typing as npt
 from msgspec import Meta, Struct
 from typing_extensions import override
 
-from fedplat.config import user_code
-from fedplat.config.toml import read_record
+from fedplat.config import toml, user_code
 from fedplat.errors import DataError, JobFileError, MissingExtraError
 from fedplat.extras import install_command
 from fedplat.learner import Config, Data, check_data
 from fedplat.model import Parameters
-from fedplat.pytorch import convert
-from fedplat.pytorch.training import use_seed
+from fedplat.pytorch import convert, training
 
 try:
     from lightning.fabric.utilities.warnings import PossibleUserWarning
@@ -91,7 +89,7 @@ class LightningLearner:
 
     def initial(self, seed: int = 0) -> Parameters:
         """Return the values of a new module."""
-        with _RUNS, use_seed(torch.device("cpu"), seed):
+        with _RUNS, training.use_seed(torch.device("cpu"), seed):
             return convert.from_state_dict(self.module().state_dict())
 
     def train(
@@ -109,9 +107,9 @@ class LightningLearner:
         module raises.
         """
         options = _read(config)
-        with _RUNS, _quiet(), use_seed(torch.device("cpu"), 0):
+        with _RUNS, _quiet(), training.use_seed(torch.device("cpu"), 0):
             module = self._load(parameters, config)
-        with _RUNS, _quiet(), use_seed(torch.device("cpu"), seed):
+        with _RUNS, _quiet(), training.use_seed(torch.device("cpu"), seed):
             observer = _Observer(options.epochs, after_step)
             trainer = self._trainer(max_epochs=options.epochs, limit_val_batches=0, callbacks=[observer])
             if isinstance(data, LightningDataModule):
@@ -130,7 +128,7 @@ class LightningLearner:
     def evaluate(self, parameters: Parameters, data: LightningData, config: Config | None = None) -> dict[str, float]:
         """Return the metrics that `validation_step` logs, without the prefix "val_"; none if there is no such step."""
         given = {} if config is None else config
-        with _RUNS, _quiet(), use_seed(torch.device("cpu"), 0):
+        with _RUNS, _quiet(), training.use_seed(torch.device("cpu"), 0):
             module = self._load(parameters, given)
             if not is_overridden("validation_step", module):
                 return {}
@@ -276,7 +274,7 @@ def _metrics(logged: Mapping[str, Any], prefix: str) -> dict[str, float]:
 
 def _read(config: Config) -> LightningConfig:
     own = {name: value for name, value in config.items() if name in LightningConfig.__struct_fields__}
-    return read_record(own, LightningConfig, "config.")
+    return toml.read_record(own, LightningConfig, "config.")
 
 
 @contextmanager

@@ -21,12 +21,7 @@ def mcmahan_2nn(num_inputs: int = 784, num_classes: int = 10) -> nn.Module:
     Source: McMahan et al. 2017, arXiv 1602.05629, Section 3.
     """
     return nn.Sequential(
-        nn.Flatten(),
-        nn.Linear(num_inputs, 200),
-        nn.ReLU(),
-        nn.Linear(200, 200),
-        nn.ReLU(),
-        nn.Linear(200, num_classes),
+        nn.Flatten(), nn.Linear(num_inputs, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, num_classes)
     )
 
 

@@ -10,19 +10,8 @@ from collections.abc import Iterable
 
 from msgspec import structs
 
-from fedplat.rounds import closing, commands, influence, pacing, privacy_rules, selection
+from fedplat.rounds import closing, commands, events, influence, pacing, privacy_rules, selection
 from fedplat.rounds.commands import ACCEPTED, Assign, Command, Context, Transition, Verdict
-from fedplat.rounds.events import (
-    AggregationFailed,
-    AssignmentFailed,
-    AssignmentReclaimed,
-    AssignmentRevoked,
-    AttemptAggregated,
-    CandidatesDrawn,
-    UpdateRejected,
-    UpdateReported,
-    UploadStarted,
-)
 from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat.rounds.protocols.base import list_protocols, protocol_of, training_of
 from fedplat.rounds.records import NO_FUTILE, Assignment, Attempt, AttemptKey, JobState
@@ -94,7 +83,7 @@ def next_deadline(job: JobState) -> float | None:
 # --- selection ---------------------------------------------------------------------------------------------
 
 
-def on_candidates(job: JobState, event: CandidatesDrawn, context: Context) -> Transition:
+def on_candidates(job: JobState, event: events.CandidatesDrawn, context: Context) -> Transition:
     """Give the drawn clients assignments, or fail the attempt if there are too few."""
     attempt = job.open_attempt
     if attempt is None or (protocol := protocol_of(job, attempt.kind)).demand(job, attempt) is None:
@@ -106,7 +95,7 @@ def on_candidates(job: JobState, event: CandidatesDrawn, context: Context) -> Tr
     return protocol.on_drawn(job, attempt, event, context)
 
 
-def assign_cohort(job: JobState, attempt: Attempt, event: CandidatesDrawn, context: Context) -> Transition:
+def assign_cohort(job: JobState, attempt: Attempt, event: events.CandidatesDrawn, context: Context) -> Transition:
     """Assign the drawn clients, or fail the attempt if they are too few."""
     found, needed = protocol_of(job, attempt.kind).count_candidates(job, attempt, event)
     if found >= needed:
@@ -164,7 +153,7 @@ def timeouts(job: JobState) -> tuple[float, float]:
     return pacing.training_timeout_s(deadlines, durations), deadlines.upload_s
 
 
-def on_reclaimed(job: JobState, event: AssignmentReclaimed, context: Context) -> Transition:
+def on_reclaimed(job: JobState, event: events.AssignmentReclaimed, context: Context) -> Transition:
     """Issue an open assignment again, with a new token: the old one becomes invalid."""
     assignment = job.find(event.key, event.client_id)
     if assignment is None or not assignment.is_busy:
@@ -194,7 +183,7 @@ def issue_again(
 # --- reporting ---------------------------------------------------------------------------------------------
 
 
-def on_upload_started(job: JobState, event: UploadStarted, context: Context) -> Transition:
+def on_upload_started(job: JobState, event: events.UploadStarted, context: Context) -> Transition:
     """Begin the upload of an update, for which the client has more time."""
     assignment = job.find(event.key, event.client_id)
     if assignment is None or not assignment.is_busy:
@@ -211,7 +200,7 @@ def on_upload_started(job: JobState, event: UploadStarted, context: Context) -> 
     return Transition(commands.put_assignment(job, uploading))
 
 
-def on_reported(job: JobState, event: UpdateReported, context: Context) -> Transition:
+def on_reported(job: JobState, event: events.UpdateReported, context: Context) -> Transition:
     """Take the report of a client that is working."""
     assignment = job.find(event.key, event.client_id)
     if assignment is None or not assignment.is_busy:
@@ -219,7 +208,7 @@ def on_reported(job: JobState, event: UpdateReported, context: Context) -> Trans
     return protocol_of(job, assignment.kind).on_reported(job, assignment, event, context)
 
 
-def take_report(job: JobState, assignment: Assignment, event: UpdateReported, context: Context) -> Transition:
+def take_report(job: JobState, assignment: Assignment, event: events.UpdateReported, context: Context) -> Transition:
     """Accept or refuse a report, and close the attempt if it was the last one."""
     protocol, limits = protocol_of(job, assignment.kind), disclosure_of(job.spec)
     is_measured = assignment.took_s is not None
@@ -254,7 +243,7 @@ def take_report(job: JobState, assignment: Assignment, event: UpdateReported, co
 
 
 def judge_claim(
-    job: JobState, attempt: Attempt, reported: Assignment, event: UpdateReported
+    job: JobState, attempt: Attempt, reported: Assignment, event: events.UpdateReported
 ) -> tuple[JobState, Verdict]:
     """Return whether an update is acceptable, and the job with the client's claim."""
     job = influence.remember_claim(job, reported)
@@ -273,28 +262,28 @@ def go_on(job: JobState, ended: Assignment, context: Context) -> Transition:
     return closing.close_if_due(job, (), context) if closing.is_in_attempt(job, ended) else Transition(job)
 
 
-def on_rejected(job: JobState, event: UpdateRejected, context: Context) -> Transition:
+def on_rejected(job: JobState, event: events.UpdateRejected, context: Context) -> Transition:
     """End the assignment of a client whose update was received and refused."""
     return _end_one(job, event, AssignmentState.REJECTED, context)
 
 
-def on_failed(job: JobState, event: AssignmentFailed, context: Context) -> Transition:
+def on_failed(job: JobState, event: events.AssignmentFailed, context: Context) -> Transition:
     """End the assignment of a client that gave it up."""
     return _end_one(job, event, AssignmentState.FAILED, context)
 
 
-def on_revoked(job: JobState, event: AssignmentRevoked, context: Context) -> Transition:
+def on_revoked(job: JobState, event: events.AssignmentRevoked, context: Context) -> Transition:
     """End the assignment of a revoked client; a report of it does not count."""
     assignment = job.find(event.key, event.client_id)
     if assignment is not None and assignment.state is AssignmentState.REPORTED:
         return closing.withdraw(job, assignment, context)
     text = REASON_TEXTS[Reason.REVOKED]
-    failed = AssignmentFailed(event.key, event.client_id, Reason.REVOKED, text)
+    failed = events.AssignmentFailed(event.key, event.client_id, Reason.REVOKED, text)
     return _end_one(job, failed, AssignmentState.FAILED, context)
 
 
 def _end_one(
-    job: JobState, event: UpdateRejected | AssignmentFailed, state: AssignmentState, context: Context
+    job: JobState, event: events.UpdateRejected | events.AssignmentFailed, state: AssignmentState, context: Context
 ) -> Transition:
     assignment = job.find(event.key, event.client_id)
     if assignment is None or not assignment.is_busy:
@@ -307,7 +296,7 @@ def _end_one(
 # --- the end of an attempt ---------------------------------------------------------------------------------
 
 
-def on_aggregated(job: JobState, event: AttemptAggregated, context: Context) -> Transition:
+def on_aggregated(job: JobState, event: events.AttemptAggregated, context: Context) -> Transition:
     """Commit the attempt whose version is durable."""
     attempt = job.open_attempt
     if attempt is None or attempt.key != event.key or attempt.phase is not AttemptPhase.COMMITTING:
@@ -332,7 +321,7 @@ def on_aggregated(job: JobState, event: AttemptAggregated, context: Context) -> 
     return training_of(after).on_committed(after, event)
 
 
-def on_aggregation_failed(job: JobState, event: AggregationFailed, context: Context) -> Transition:
+def on_aggregation_failed(job: JobState, event: events.AggregationFailed, context: Context) -> Transition:
     """Fail the attempt whose updates could not be aggregated."""
     attempt = job.open_attempt
     if attempt is None or attempt.key != event.key:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from msgspec import structs
 
-from fedplat.rounds import commands, futility, influence, pacing
+from fedplat.rounds import commands, futility, influence, pacing, privacy_rules
 from fedplat.rounds.commands import (
     ACCEPTED,
     Abandon,
@@ -22,7 +22,6 @@ from fedplat.rounds.commands import (
     Transition,
     Verdict,
 )
-from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat.rounds.protocols.base import Ending, protocol_of
 from fedplat.rounds.records import Assignment, AssignmentSet, Attempt, JobState, make_assignment_set
 from fedplat.rounds.states import (
@@ -129,7 +128,7 @@ def _fail_for_few(job: JobState, commands: tuple[Command, ...], context: Context
     assert attempt is not None
     found, needed, outcome = attempt.num_reported, attempt.minimum, describe_counts(attempt) or "no client checked in"
     text = f"{found} of at least {needed} needed clients reported ({outcome})"
-    if disclosure_of(job.spec).shows_clients and (why := futility.describe(attempt)):
+    if privacy_rules.disclosure_of(job.spec).shows_clients and (why := futility.describe(attempt)):
         text += f"; {why}"
     if culprits := influence.describe_outliers(attempt):
         text += f"; dropped as outliers: {culprits}"

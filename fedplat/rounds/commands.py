@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from msgspec import Struct, structs
 
-from fedplat.aggregate import Contribution
+from fedplat import aggregate, texts
 from fedplat.rounds.records import Assignment, AssignmentId, AttemptKey, JobState
 from fedplat.rounds.states import ASSIGNMENT_TRANSITIONS, AssignmentState, AttemptKind, AttemptPhase, Reason, require
-from fedplat.texts import shorten
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,7 +63,7 @@ class Fold:
     key: AttemptKey
     assignment: AssignmentId
     digest: str
-    contribution: Contribution
+    contribution: aggregate.Contribution
     base_version: int
 
 
@@ -157,7 +156,7 @@ def put_assignment(job: JobState, assignment: Assignment) -> JobState:
 def end_assignment(assignment: Assignment, state: AssignmentState, reason: Reason, text: str = "") -> Assignment:
     """End an assignment for a reason. `text` may quote a client; it is shortened before it is stored."""
     ended = require(ASSIGNMENT_TRANSITIONS, assignment.state, state)
-    return structs.replace(assignment, state=ended, reason=reason, text=shorten(text))
+    return structs.replace(assignment, state=ended, reason=reason, text=texts.shorten(text))
 
 
 def abort_commands(ended: Iterable[Assignment]) -> tuple[Command, ...]:

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Sequence
 from msgspec import structs
 
 from fedplat.errors import FedplatError
-from fedplat.rounds import attempts, pacing, selection, sync
+from fedplat.rounds import attempts, pacing, privacy_rules, selection, sync
 from fedplat.rounds.changes import Change, difference
 from fedplat.rounds.commands import ACCEPTED, Assign, Command, Context, Refuse, Transition, Verdict
 from fedplat.rounds.events import (
@@ -39,7 +39,6 @@ from fedplat.rounds.events import (
     TimerFired,
 )
 from fedplat.rounds.participation import Participation, ParticipationHistory, participations_of
-from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat.rounds.protocols.base import training_of
 from fedplat.rounds.records import Assignment, AttemptKey, JobState
 from fedplat.rounds.selection import Reservations, WaitingRoom
@@ -410,4 +409,4 @@ def _refuse_unknown_job(job_id: str) -> Verdict:
 
 
 def _hides_cohorts(job: JobState) -> bool:
-    return not disclosure_of(job.spec).shows_cohorts
+    return not privacy_rules.disclosure_of(job.spec).shows_cohorts

@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from fedplat.config import label_expressions
+from fedplat.rounds import records, states
 from fedplat.rounds.events import ClientCheckedIn
 from fedplat.rounds.participation import NEVER, ParticipationHistory
-from fedplat.rounds.records import AttemptKey
-from fedplat.rounds.states import AttemptKind
 from fedplat.sampling import ClientHistory, Policy
 
 
@@ -40,14 +39,13 @@ class Demand:
     """The demand of an attempt: `target` clients, drawn by `sampling` once `min_eligible` eligible clients wait.
 
     If others wait that have declined the job, `least` eligible clients are enough. Without `min_eligible` they are
-    drawn when the time for selection is over. `codecs`, `algorithms` and `features` are
-    those that a client must support. Clients in `excluded` are not drawn: they take part already. If there is a
-    `cohort`, only its clients are drawn, and never those in `barred`. `gate` keeps out clients by what the
-    kind of the job remembers of them.
+    drawn when the time for selection is over. `codecs`, `algorithms` and `features` are those that a client must
+    support. Clients in `excluded` are not drawn: they take part already. If there is a `cohort`, only its clients are
+    drawn, and never those in `barred`. `gate` keeps out clients by what the kind of the job remembers of them.
     """
 
-    key: AttemptKey
-    kind: AttemptKind
+    key: records.AttemptKey
+    kind: states.AttemptKind
     population: str
     where: str
     handler: str
@@ -114,7 +112,7 @@ class EligibleClients:
     """
 
     def __init__(
-        self, accepts: Accepts, history: ParticipationHistory | None, key: AttemptKey, gate: Gate | None = None
+        self, accepts: Accepts, history: ParticipationHistory | None, key: records.AttemptKey, gate: Gate | None = None
     ) -> None:
         self.key = key
         self.gate = gate
@@ -131,7 +129,7 @@ class EligibleClients:
         # The resting clients that are at their limit: only another attempt at this round may draw them.
         self._at_limit: set[str] = set()
         # The clients that already take part in the attempt, and those of them that wait again.
-        self._attempt: AttemptKey | None = None
+        self._attempt: records.AttemptKey | None = None
         self._excluded: Mapping[str, object] = {}
         self._excluded_waiting: dict[str, ClientCheckedIn] = {}
 
@@ -212,7 +210,7 @@ class EligibleClients:
         else:
             self._excluded_waiting.pop(client_id, None)
 
-    def advance_to(self, key: AttemptKey) -> None:
+    def advance_to(self, key: records.AttemptKey) -> None:
         """Move on to a later attempt, and add the clients that may be drawn for it.
 
         These are the clients whose rest is over, and those of a failed attempt at the same round.
@@ -233,7 +231,7 @@ class EligibleClients:
             self._put(client)
         self._resting = {until: clients for until, clients in self._resting.items() if clients}
 
-    def exclude(self, attempt: AttemptKey | None, excluded: Mapping[str, object]) -> None:
+    def exclude(self, attempt: records.AttemptKey | None, excluded: Mapping[str, object]) -> None:
         """Exclude the participants of an attempt; while it lasts, only newly drawn clients may be added to them."""
         self._excluded = excluded
         if attempt == self._attempt:

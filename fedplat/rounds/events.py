@@ -9,8 +9,7 @@ from enum import StrEnum
 from fedplat.config.loaded_plugins import PluginVersion
 from fedplat.gossip.messages import GossipEvent
 from fedplat.job import JobSpec
-from fedplat.rounds.records import AttemptKey, ModelVersion
-from fedplat.rounds.states import Reason
+from fedplat.rounds import records, states
 
 
 class JobAction(StrEnum):
@@ -52,7 +51,7 @@ class RollbackOrdered:
     """
 
     job_id: str
-    version: ModelVersion
+    version: records.ModelVersion
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -153,7 +152,7 @@ class SilosLost:
 class AttemptEvent:
     """Base of the events of one attempt."""
 
-    key: AttemptKey
+    key: records.AttemptKey
 
     @property
     def job_id(self) -> str:
@@ -239,7 +238,7 @@ class UpdateRejected(AttemptEvent):
     """An update was received and refused."""
 
     client_id: str
-    reason: Reason
+    reason: states.Reason
     text: str = ""
 
 
@@ -248,7 +247,7 @@ class AssignmentFailed(AttemptEvent):
     """A client gave up its assignment, in the session of that number."""
 
     client_id: str
-    reason: Reason
+    reason: states.Reason
     text: str = ""
     session: int = 0
 
@@ -269,7 +268,7 @@ class AttemptAggregated(AttemptEvent):
     `refused` are the clients whose updates the app could not use, and why; they are not in the version.
     """
 
-    version: ModelVersion
+    version: records.ModelVersion
     metrics: Mapping[str, float] | None = None
     cohort: tuple[str, ...] = ()
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])

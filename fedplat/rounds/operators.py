@@ -23,21 +23,12 @@ from msgspec import structs
 
 from fedplat.config.loaded_plugins import PluginVersion, describe_versions
 from fedplat.job import is_unreadable
-from fedplat.rounds import closing, privacy_rules
+from fedplat.rounds import closing, privacy_rules, states
 from fedplat.rounds.commands import Context, Transition, Verdict
 from fedplat.rounds.events import JobAction, OperatorCommand, RollbackOrdered, SpecChanged
 from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat.rounds.protocols.base import protocol_of, training_of
 from fedplat.rounds.records import NO_FUTILE, JobState, ModelVersion
-from fedplat.rounds.states import (
-    ENDED_JOBS,
-    JOB_TRANSITIONS,
-    MAY_ROLL_BACK,
-    REASON_TEXTS,
-    AttemptPhase,
-    JobStatus,
-    Reason,
-)
 
 
 def on_operator(job: JobState, event: OperatorCommand, context: Context) -> Transition:
@@ -45,8 +36,8 @@ def on_operator(job: JobState, event: OperatorCommand, context: Context) -> Tran
     status, reason = _ACTIONS[event.action]
     if job.status is status:
         return Transition(job)  # a repeated request: it is done already
-    if status not in JOB_TRANSITIONS[job.status] or (event.action, job.status) in _WRONG_ACTION:
-        possible = [a.value for a in JobAction if _ACTIONS[a][0] in JOB_TRANSITIONS[job.status]]
+    if status not in states.JOB_TRANSITIONS[job.status] or (event.action, job.status) in _WRONG_ACTION:
+        possible = [a.value for a in JobAction if _ACTIONS[a][0] in states.JOB_TRANSITIONS[job.status]]
         possible = [a for a in possible if (JobAction(a), job.status) not in _WRONG_ACTION]
         hint = f"it can {' or '.join(possible)}" if possible else "it has ended for good"
         return Transition(job, verdict=Verdict(None, f"cannot {event.action} a job that is {job.status}; {hint}"))
@@ -60,39 +51,39 @@ def on_operator(job: JobState, event: OperatorCommand, context: Context) -> Tran
     attempt = job.open_attempt
     # A pause lets a version that is being written become durable; a cancellation does not. A warm start may take
     # hours: it is stopped, and resumes from its checkpoint.
-    is_committing = attempt is not None and attempt.phase is AttemptPhase.COMMITTING
+    is_committing = attempt is not None and attempt.phase is states.AttemptPhase.COMMITTING
     finishes = attempt is not None and is_committing and protocol_of(job, attempt.kind).finishes
-    if attempt is None or (status is JobStatus.PAUSED and finishes):
+    if attempt is None or (status is states.JobStatus.PAUSED and finishes):
         ended, commands = closing.drop_carried_over(job, reason)
     else:
-        ended, commands = closing.abandon_all(job, reason, REASON_TEXTS[reason], context)
-    return Transition(closing.set_status(ended, status, REASON_TEXTS[reason]), commands)
+        ended, commands = closing.abandon_all(job, reason, states.REASON_TEXTS[reason], context)
+    return Transition(closing.set_status(ended, status, states.REASON_TEXTS[reason]), commands)
 
 
 def on_changed(job: JobState, event: SpecChanged, context: Context) -> Transition:
     """Continue with other options of the job, which decide only when it gives up, and which files are kept."""
-    if job.status in ENDED_JOBS:
+    if job.status in states.ENDED_JOBS:
         return Transition(job, verdict=Verdict(None, f"cannot change a job that is {job.status}"))
     return Transition(structs.replace(job, spec=event.spec))
 
 
-_ACTIONS: Mapping[JobAction, tuple[JobStatus, Reason | None]] = {
-    JobAction.START: (JobStatus.RUNNING, None),
-    JobAction.RESUME: (JobStatus.RUNNING, None),
-    JobAction.PAUSE: (JobStatus.PAUSED, Reason.JOB_PAUSED),
-    JobAction.CANCEL: (JobStatus.CANCELLED, Reason.JOB_CANCELLED),
+_ACTIONS: Mapping[JobAction, tuple[states.JobStatus, states.Reason | None]] = {
+    JobAction.START: (states.JobStatus.RUNNING, None),
+    JobAction.RESUME: (states.JobStatus.RUNNING, None),
+    JobAction.PAUSE: (states.JobStatus.PAUSED, states.Reason.JOB_PAUSED),
+    JobAction.CANCEL: (states.JobStatus.CANCELLED, states.Reason.JOB_CANCELLED),
 }
-_WRONG_ACTION = frozenset({(JobAction.START, JobStatus.PAUSED), (JobAction.RESUME, JobStatus.DRAFT)})
+_WRONG_ACTION = frozenset({(JobAction.START, states.JobStatus.PAUSED), (JobAction.RESUME, states.JobStatus.DRAFT)})
 
 
 def on_rollback(job: JobState, event: RollbackOrdered, context: Context) -> Transition:
     """Commit the older version again, as the latest. Repeating the rollback at once changes nothing."""
     number = event.version.version
-    if job.latest.restored_from == number and job.status in MAY_ROLL_BACK:
+    if job.latest.restored_from == number and job.status in states.MAY_ROLL_BACK:
         return Transition(job)
     if why := _refusal(job, number):
         return Transition(job, verdict=Verdict(None, why))
-    reason, text = Reason.ATTEMPT_ABANDONED, f"the job was rolled back to version {number}"
+    reason, text = states.Reason.ATTEMPT_ABANDONED, f"the job was rolled back to version {number}"
     if job.open_attempt is None:
         ended, commands = closing.drop_carried_over(job, reason)
     else:
@@ -119,7 +110,7 @@ def make_version(job: JobState, version: ModelVersion) -> ModelVersion:
 
 def _refusal(job: JobState, number: int) -> str:
     """Return why the job cannot return to a version; empty if it can."""
-    if job.status not in MAY_ROLL_BACK:
+    if job.status not in states.MAY_ROLL_BACK:
         hint = "it has no rounds yet: start it" if not job.latest.version else "it has ended for good"
         hint += f"; export version {number} and submit a new job that begins with it" if job.latest.version else ""
         return f"cannot roll back a job that is {job.status}; {hint}"
@@ -175,14 +166,14 @@ def describe_changed(job: JobState, loaded: tuple[PluginVersion, ...]) -> str:
 
 def pause_for_plugins(job: JobState, text: str, context: Context) -> Transition:
     """Pause a job whose plugins are missing or have changed; its open attempt is abandoned, even while it commits."""
-    if job.status is JobStatus.DRAFT or job.status in ENDED_JOBS:
+    if job.status is states.JobStatus.DRAFT or job.status in states.ENDED_JOBS:
         return Transition(job)
     if job.open_attempt is None:
-        ended, commands = closing.drop_carried_over(job, Reason.JOB_PAUSED)
+        ended, commands = closing.drop_carried_over(job, states.Reason.JOB_PAUSED)
     else:
-        ended, commands = closing.abandon_all(job, Reason.JOB_PAUSED, text, context)
-    if job.status is not JobStatus.PAUSED:
-        ended = closing.set_status(ended, JobStatus.PAUSED, text)
+        ended, commands = closing.abandon_all(job, states.Reason.JOB_PAUSED, text, context)
+    if job.status is not states.JobStatus.PAUSED:
+        ended = closing.set_status(ended, states.JobStatus.PAUSED, text)
     elif job.reason != text:
         ended = structs.replace(ended, reason=text)
     return Transition(ended, commands)

@@ -11,8 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from fedplat.job import JobSpec
-from fedplat.rounds.records import Assignment, JobState
-from fedplat.rounds.states import ENDED_JOBS
+from fedplat.rounds import records, states
 from fedplat.sampling import ClientHistory
 
 
@@ -28,7 +27,7 @@ class Participation:
     metrics: Mapping[str, float]
 
 
-def participations_of(assignments: Iterable[Assignment]) -> list[Participation]:
+def participations_of(assignments: Iterable[records.Assignment]) -> list[Participation]:
     """Return assignments as participations: first the reported ones in the order of their reports, then the others."""
     ordered = sorted(assignments, key=lambda each: (each.report_number is None, each.report_number or 0))
     return [
@@ -105,10 +104,10 @@ class ParticipationHistory:
         return past is not None and 0 < self._max_rounds <= past.num_rounds
 
 
-def rounds_to_recall(job: JobState) -> range:
+def rounds_to_recall(job: records.JobState) -> range:
     """Return the rounds whose participations a history needs; an empty range if the job needs no history."""
     spec, selection = job.spec, job.spec.selection
-    if job.status in ENDED_JOBS or not spec.remembers:
+    if job.status in states.ENDED_JOBS or not spec.remembers:
         return range(0)
     whole = selection.uses_history or spec.max_participations > 0
     first = 1 if whole else max(1, job.round + 1 - selection.min_separation)

@@ -18,12 +18,10 @@ from fractions import Fraction
 
 from fedplat.job import JobSpec, secure
 from fedplat.privacy.options import Privacy
-from fedplat.rounds.events import CandidatesDrawn
-from fedplat.rounds.records import Attempt, JobState
-from fedplat.rounds.states import JobStatus
+from fedplat.rounds import events, records, states
 
 
-def count_candidates(job: JobState, attempt: Attempt, event: CandidatesDrawn) -> tuple[int, int]:
+def count_candidates(job: records.JobState, attempt: records.Attempt, event: events.CandidatesDrawn) -> tuple[int, int]:
     """Return how many clients were available when an attempt selected, and how many it needs."""
     selection = job.spec.selection
     if selection.sampling.is_trial:
@@ -32,7 +30,7 @@ def count_candidates(job: JobState, attempt: Attempt, event: CandidatesDrawn) ->
     return len(event.client_ids), needed if event.final else 1
 
 
-def closes_at(job: JobState, now: float) -> float | None:
+def closes_at(job: records.JobState, now: float) -> float | None:
     """Return the only moment at which an attempt to train may close, if it begins to collect (or resumes) now.
 
     None if it may close earlier. Clients can observe when versions appear. So the moment depends on the job file alone,
@@ -51,14 +49,14 @@ One failure is not enough: other clients may be away, at night or in the minutes
 """
 
 
-def describe_exhaustion(job: JobState, event: CandidatesDrawn, needed: int) -> str:
+def describe_exhaustion(job: records.JobState, event: events.CandidatesDrawn, needed: int) -> str:
     """Return why a job must wait for an operator instead of for clients; empty if it should be retried.
 
     It must if enough clients would be available without the participation limit and the rest between rounds, because
     no retry changes that.
     """
     num_without_limits = len(event.client_ids) + event.num_resting + event.num_spent
-    if job.status is not JobStatus.RUNNING or not event.num_spent or num_without_limits < needed:
+    if job.status is not states.JobStatus.RUNNING or not event.num_spent or num_without_limits < needed:
         return ""
     if job.failures < MAX_FUTILE_ATTEMPTS:
         return ""
@@ -71,7 +69,7 @@ def describe_exhaustion(job: JobState, event: CandidatesDrawn, needed: int) -> s
     )
 
 
-def count_releases(job: JobState, options: Privacy) -> Fraction:
+def count_releases(job: records.JobState, options: Privacy) -> Fraction:
     """Return how many of the planned releases of a job with these options those so far have cost.
 
     Each committed round is one. If clients add the noise, each attempt whose masks were requested is one, but costs
@@ -82,7 +80,7 @@ def count_releases(job: JobState, options: Privacy) -> Fraction:
     return secure.spent_releases(job.spec, job.unmasked)
 
 
-def describe_spent_budget(job: JobState) -> str:
+def describe_spent_budget(job: records.JobState) -> str:
     """Return why the privacy budget allows no further round; empty if it does."""
     options = job.spec.privacy
     if options is None or options.max_releases is None or count_releases(job, options) + 1 <= options.max_releases:

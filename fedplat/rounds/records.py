@@ -15,20 +15,9 @@ from typing import NamedTuple, Self
 
 from msgspec import Struct, field, structs
 
-from fedplat.aggregate import Contribution
+from fedplat import aggregate, job
 from fedplat.config.loaded_plugins import PluginVersion
-from fedplat.job import JobSpec
-from fedplat.rounds.persistent_map import PersistentMap, to_persistent
-from fedplat.rounds.states import (
-    BUSY_STATES,
-    OPEN_PHASES,
-    OPEN_STATES,
-    AssignmentState,
-    AttemptKind,
-    AttemptPhase,
-    JobStatus,
-    Reason,
-)
+from fedplat.rounds import persistent_map, states
 
 
 class AttemptKey(NamedTuple):
@@ -81,13 +70,13 @@ class Assignment(Struct, frozen=True):
 
     key: AttemptKey
     client_id: str
-    kind: AttemptKind
+    kind: states.AttemptKind
     token_hash: bytes
-    state: AssignmentState
+    state: states.AssignmentState
     base_version: int
     assigned_at: float
     deadline_at: float
-    reason: Reason | None = None
+    reason: states.Reason | None = None
     text: str = ""
     digest: str = ""
     num_examples: float = 0.0
@@ -109,17 +98,17 @@ class Assignment(Struct, frozen=True):
     @property
     def is_busy(self) -> bool:
         """True if the client is still working."""
-        return self.state in BUSY_STATES
+        return self.state in states.BUSY_STATES
 
     @property
     def is_open(self) -> bool:
         """True if it has not ended: the client is working, or its update is to be merged."""
-        return self.state in OPEN_STATES
+        return self.state in states.OPEN_STATES
 
     @property
-    def contribution(self) -> Contribution:
+    def contribution(self) -> aggregate.Contribution:
         """The contribution of the reported update to the job's rule; the same each time it is folded."""
-        return Contribution(self.weight, self.num_examples, self.metrics, self.staleness, self.client_id)
+        return aggregate.Contribution(self.weight, self.num_examples, self.metrics, self.staleness, self.client_id)
 
 
 class AssignmentSet(Struct, frozen=True, kw_only=True):
@@ -130,15 +119,15 @@ class AssignmentSet(Struct, frozen=True, kw_only=True):
     over all of them.
     """
 
-    assignments: Mapping[str, Assignment] = field(default_factory=PersistentMap[Assignment])
-    counts: Mapping[AssignmentState, int] = field(default_factory=dict[AssignmentState, int])
+    assignments: Mapping[str, Assignment] = field(default_factory=persistent_map.PersistentMap[Assignment])
+    counts: Mapping[states.AssignmentState, int] = field(default_factory=dict[states.AssignmentState, int])
     next_deadline: float | None = None
     last_report: int = 0
 
     @property
     def reported(self) -> list[Assignment]:
         """The assignments whose report was accepted and is not merged yet, in the order of acceptance."""
-        found = [each for each in self.assignments.values() if each.state is AssignmentState.REPORTED]
+        found = [each for each in self.assignments.values() if each.state is states.AssignmentState.REPORTED]
         return sorted(found, key=lambda each: each.report_number or 0)
 
     @property
@@ -149,19 +138,19 @@ class AssignmentSet(Struct, frozen=True, kw_only=True):
     @property
     def failures(self) -> dict[str, str]:
         """The reasons why clients have failed or their updates were refused, by client."""
-        ended = (AssignmentState.FAILED, AssignmentState.REJECTED)
+        ended = (states.AssignmentState.FAILED, states.AssignmentState.REJECTED)
         found = (each for each in self.assignments.values() if each.state in ended)
         return {each.client_id: each.text or str(each.reason or each.state) for each in found}
 
     @property
     def num_busy(self) -> int:
         """The number of clients that are still working."""
-        return sum(self.counts.get(state, 0) for state in BUSY_STATES)
+        return sum(self.counts.get(state, 0) for state in states.BUSY_STATES)
 
     @property
     def num_reported(self) -> int:
         """The number of clients whose report was accepted and is not merged yet."""
-        return self.counts.get(AssignmentState.REPORTED, 0)
+        return self.counts.get(states.AssignmentState.REPORTED, 0)
 
     @property
     def next_report(self) -> int:
@@ -169,7 +158,7 @@ class AssignmentSet(Struct, frozen=True, kw_only=True):
 
         After a restart assignments that have ended may be missing, but those that are open keep their numbers.
         """
-        ended = (AssignmentState.REJECTED, AssignmentState.DROPPED)
+        ended = (states.AssignmentState.REJECTED, states.AssignmentState.DROPPED)
         return 1 + max(self.last_report, self.num_reported + sum(self.counts.get(state, 0) for state in ended))
 
     def with_assignments(self, changed: Iterable[Assignment]) -> Self:
@@ -184,7 +173,7 @@ class AssignmentSet(Struct, frozen=True, kw_only=True):
                 earlier = assignment.deadline_at if next_deadline is None else next_deadline
                 next_deadline = min(assignment.deadline_at, earlier)
             last_report = max(last_report, assignment.report_number or 0)
-        assignments = to_persistent(self.assignments).update(latest)
+        assignments = persistent_map.to_persistent(self.assignments).update(latest)
         return structs.replace(
             self, assignments=assignments, counts=counts, next_deadline=next_deadline, last_report=last_report
         )
@@ -208,18 +197,17 @@ def make_assignment_set(assignments: Iterable[Assignment]) -> AssignmentSet:
 class Attempt(AssignmentSet, frozen=True, kw_only=True):
     """One try at one round, the federated evaluation of a committed version, or a warm start (in round 0).
 
-    `goal` reports close it, `minimum` reports are enough when no client is left to wait for, and `target` clients
-    work for it. It waits for clients until `selection_ends_at`. If it hides its sample, it collects until
-    `closes_at` in any case. In a step of secure aggregation in which no client is busy, and in all phases of a
-    decentralised job, `step_ends_at` is the deadline; at least `num_awaited` messages are missing then. Neither is
-    stored. `num_survivors` is the number of updates in the sum of its smallest group, from the moment on at which
-    the clients were asked to remove the masks; 0 before. `num_checked_in` and `num_eligible` are the largest
-    numbers of a draw (`count_draw`).
+    `goal` reports close it, `minimum` reports are enough when no client is left to wait for, and `target` clients work
+    for it. It waits for clients until `selection_ends_at`. If it hides its sample, it collects until `closes_at` in any
+    case. In a step of secure aggregation in which no client is busy, and in all phases of a decentralised job,
+    `step_ends_at` is the deadline; at least `num_awaited` messages are missing then. Neither is stored. `num_survivors`
+    is the number of updates in the sum of its smallest group, from the moment on at which the clients were asked to
+    remove the masks; 0 before. `num_checked_in` and `num_eligible` are the largest numbers of a draw (`count_draw`).
     """
 
     key: AttemptKey
-    kind: AttemptKind
-    phase: AttemptPhase
+    kind: states.AttemptKind
+    phase: states.AttemptPhase
     base_version: int
     goal: int
     minimum: int
@@ -251,14 +239,14 @@ class Attempt(AssignmentSet, frozen=True, kw_only=True):
     @property
     def is_open(self) -> bool:
         """True if it has not ended."""
-        return self.phase in OPEN_PHASES
+        return self.phase in states.OPEN_PHASES
 
     @property
     def awaits_clients(self) -> bool:
         """True if no client works for it, so that it depends on clients that check in."""
-        if self.phase is AttemptPhase.COLLECTING and self.closes_at is None:
+        if self.phase is states.AttemptPhase.COLLECTING and self.closes_at is None:
             return not self.num_busy
-        return self.phase is AttemptPhase.SELECTING
+        return self.phase is states.AttemptPhase.SELECTING
 
 
 class ModelVersion(Struct, frozen=True):
@@ -316,23 +304,22 @@ class JobState(Struct, frozen=True):
     """The state of a job.
 
     `attempt` is the last one, open or ended. `round` counts committed rounds, `failures` the attempts abandoned in a
-    row, and `futile` those of them that another try would only repeat (it is not stored).
-    `durations` holds how long the latest reported assignments took, in seconds. `revision` grows with each stored
-    change; the store refuses a change to a revision other than its own. `carried_over` are assignments to train that
-    have outlived their attempt, while no other attempt to train collects. `claims` holds the latest claim of each
-    client, in order, if the job judges reports by more than one attempt (`influence.looks_back`). `plugins` are the
-    versions of the plugins that it runs with. `unmasked` are the numbers of survivors
-    (`Attempt.num_survivors`) of all attempts of a job with `privacy.trust = "none"` whose masks were requested: each is
-    a release, whether its attempt has committed or not. `barred` are clients that a job with secure aggregation
-    does not draw again, because their messages were invalid (`REJECTED_MESSAGE`) in an earlier attempt.
-    `protocol` is what only the protocol of its training reads and writes
+    row, and `futile` those of them that another try would only repeat (it is not stored). `durations` holds how long
+    the latest reported assignments took, in seconds. `revision` grows with each stored change; the store refuses a
+    change to a revision other than its own. `carried_over` are assignments to train that have outlived their attempt,
+    while no other attempt to train collects. `claims` holds the latest claim of each client, in order, if the job
+    judges reports by more than one attempt (`influence.looks_back`). `plugins` are the versions of the plugins that it
+    runs with. `unmasked` are the numbers of survivors (`Attempt.num_survivors`) of all attempts of a job with
+    `privacy.trust = "none"` whose masks were requested: each is a release, whether its attempt has committed or not.
+    `barred` are clients that a job with secure aggregation does not draw again, because their messages were invalid
+    (`REJECTED_MESSAGE`) in an earlier attempt. `protocol` is what only the protocol of its training reads and writes
     (`RoundProtocol.read_state`).
     """
 
     job_id: str
-    spec: JobSpec
+    spec: job.JobSpec
     latest: ModelVersion
-    status: JobStatus = JobStatus.DRAFT
+    status: states.JobStatus = states.JobStatus.DRAFT
     reason: str = ""
     round: int = 0
     attempt: Attempt | None = None

@@ -14,17 +14,15 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
-from fedplat.rounds import attempts, closing, commands, operators
+from fedplat.rounds import attempts, closing, commands, events, operators, states
 from fedplat.rounds.commands import Command, Commit, Context, Transition
-from fedplat.rounds.events import ServerRestarted
 from fedplat.rounds.protocols.base import protocol_of, training_of
 from fedplat.rounds.records import Assignment, AssignmentSet, Attempt, JobState
-from fedplat.rounds.states import AssignmentState, AttemptPhase, Reason
 
 _Set = TypeVar("_Set", bound=AssignmentSet)
 
 
-def on_restart(job: JobState, event: ServerRestarted, context: Context) -> Transition:
+def on_restart(job: JobState, event: events.ServerRestarted, context: Context) -> Transition:
     """Resume the open attempt, or abandon it; a back-off ends early. A job whose plugins are not the same is paused.
 
     A job that does not change keeps its revision, so that it is not written: servers keep thousands of ended jobs.
@@ -50,7 +48,7 @@ def refold(job: JobState, attempt: Attempt, context: Context) -> Transition:
     if job.spec.durability == "memory":
         return lose(job, context)
     commands = closing.fold_commands(attempt, attempt.reported)
-    if attempt.phase is AttemptPhase.COMMITTING and protocol_of(job, attempt.kind).folds:
+    if attempt.phase is states.AttemptPhase.COMMITTING and protocol_of(job, attempt.kind).folds:
         commands += (Commit(attempt.key, attempt.base_version, attempt.num_reported),)
     return go_on(job, commands, context)
 
@@ -58,7 +56,7 @@ def refold(job: JobState, attempt: Attempt, context: Context) -> Transition:
 def lose(job: JobState, context: Context) -> Transition:
     """Abandon an attempt whose updates were in memory."""
     text = "the server was restarted"
-    return Transition(*closing.abandon(forget_updates(job), Reason.ATTEMPT_ABANDONED, text, context))
+    return Transition(*closing.abandon(forget_updates(job), states.Reason.ATTEMPT_ABANDONED, text, context))
 
 
 def forget_updates(job: JobState) -> JobState:
@@ -67,7 +65,7 @@ def forget_updates(job: JobState) -> JobState:
     def drop(group: _Set) -> _Set:
         return group.with_assignments(
             [
-                commands.end_assignment(each, AssignmentState.DROPPED, Reason.ATTEMPT_ABANDONED)
+                commands.end_assignment(each, states.AssignmentState.DROPPED, states.Reason.ATTEMPT_ABANDONED)
                 for each in group.reported
             ]
         )
@@ -85,7 +83,7 @@ def go_on(job: JobState, commands: tuple[Command, ...], context: Context) -> Tra
     attempt = job.open_attempt
     assert attempt is not None
     closes_at = protocol_of(job, attempt.kind).closes_at(job, context.now)
-    if attempt.phase is AttemptPhase.COLLECTING and closes_at is not None:
+    if attempt.phase is states.AttemptPhase.COLLECTING and closes_at is not None:
         # The attempt gets its full time again, whichever clients were drawn: the time that was left is stored only with
         # assignments, and so depends on the sample.
         attempt = structs.replace(attempt, closes_at=closes_at)
@@ -106,12 +104,10 @@ def bound_deadlines(job: JobState, now: float) -> JobState:
 
 
 def _bound_deadline(job: JobState, assignment: Assignment, now: float) -> Assignment:
-    if assignment.state is AssignmentState.UPLOADING:
+    if assignment.state is states.AssignmentState.UPLOADING:
         longest = job.spec.deadlines.upload_s
     else:
         longest = protocol_of(job, assignment.kind).longest_s(job, assignment)
     return structs.replace(
-        assignment,
-        assigned_at=min(assignment.assigned_at, now),
-        deadline_at=min(assignment.deadline_at, now + longest),
+        assignment, assigned_at=min(assignment.assigned_at, now), deadline_at=min(assignment.deadline_at, now + longest)
     )

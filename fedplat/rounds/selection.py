@@ -19,12 +19,11 @@ import numpy as np
 
 from fedplat import sampling
 from fedplat.config import label_expressions
+from fedplat.rounds import participation, states
 from fedplat.rounds.demand import Demand, EligibleClients
 from fedplat.rounds.events import CandidatesDrawn, ClientCheckedIn
-from fedplat.rounds.participation import ParticipationHistory
 from fedplat.rounds.protocols.base import protocol_of, training_of
 from fedplat.rounds.records import Attempt, AttemptKey, JobState
-from fedplat.rounds.states import AttemptKind, JobStatus
 
 _NAMED = 5
 """Maximum number of trainers that a text names."""
@@ -108,7 +107,7 @@ class WaitingRoom:
         # Dictionaries keep the order of arrival, so that a fixed seed draws the same clients.
         self.clients: dict[str, ClientCheckedIn] = {}
         self.demands: dict[str, Demand] = {}
-        self._eligible: dict[tuple[str, AttemptKind], EligibleClients] = {}
+        self._eligible: dict[tuple[str, states.AttemptKind], EligibleClients] = {}
         self._num_waiting: Counter[str] = Counter()
         # By running job: the clients that have declined it, with their session.
         self._declined: dict[str, dict[str, int]] = {}
@@ -123,7 +122,7 @@ class WaitingRoom:
 
     def num_available(self, job_id: str) -> int:
         """Return the number of waiting clients that the job may have train now; 0 until it first selects."""
-        eligible = self._eligible.get((job_id, AttemptKind.TRAIN))
+        eligible = self._eligible.get((job_id, states.AttemptKind.TRAIN))
         return len(eligible) if eligible is not None else 0
 
     def enter(self, client: ClientCheckedIn) -> None:
@@ -146,7 +145,7 @@ class WaitingRoom:
     def decline(self, job_id: str, client_id: str, session: int) -> None:
         """Do not draw a client for a job again in this session of the client, unless the job is paused and resumed."""
         self._declined.setdefault(job_id, {})[client_id] = session
-        waiting, eligible = self.clients.get(client_id), self._eligible.get((job_id, AttemptKind.TRAIN))
+        waiting, eligible = self.clients.get(client_id), self._eligible.get((job_id, states.AttemptKind.TRAIN))
         if waiting is not None and eligible is not None:
             eligible.leave(client_id)
             eligible.enter(waiting)
@@ -155,12 +154,12 @@ class WaitingRoom:
         """Return whether a client has declined a job in its present session."""
         return self._declined.get(job_id, {}).get(client.client_id) == client.session
 
-    def follow(self, job: JobState, history: ParticipationHistory | None) -> None:
+    def follow(self, job: JobState, history: participation.ParticipationHistory | None) -> None:
         """Update what a job demands, and discard the eligible clients of a job that does not run."""
         demand, job_id = make_demand(job), job.job_id
-        if job.status is not JobStatus.RUNNING:
+        if job.status is not states.JobStatus.RUNNING:
             self._declined.pop(job_id, None)
-            for kind in AttemptKind:
+            for kind in states.AttemptKind:
                 self._eligible.pop((job_id, kind), None)
         before = self.demands.get(job_id)
         if before == demand and (before is None or demand is None or before.excluded is demand.excluded):
@@ -171,9 +170,9 @@ class WaitingRoom:
             self.demands[job_id] = demand
             self._prepare(demand, history)
 
-    def undo(self, job: JobState, history: ParticipationHistory | None) -> None:
+    def undo(self, job: JobState, history: participation.ParticipationHistory | None) -> None:
         """Restore what a job demands after a batch was lost: the clients drawn in it no longer take part."""
-        for kind in AttemptKind:
+        for kind in states.AttemptKind:
             if (eligible := self._eligible.get((job.job_id, kind))) is not None:
                 eligible.exclude(None, {})
         self.follow(job, history)
@@ -253,7 +252,7 @@ class WaitingRoom:
     def _eligible_for(self, job_id: str) -> EligibleClients:
         return self._eligible[job_id, self.demands[job_id].kind]
 
-    def _prepare(self, demand: Demand, history: ParticipationHistory | None) -> None:
+    def _prepare(self, demand: Demand, history: participation.ParticipationHistory | None) -> None:
         """Prepare the eligible clients of a demand; rebuild them if a lost batch had advanced them too far."""
         name = (demand.key.job_id, demand.kind)
         eligible = self._eligible.get(name)

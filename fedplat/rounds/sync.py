@@ -10,36 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fedplat.rounds import attempts, operators, restart
-from fedplat.rounds.commands import Context, Transition
-from fedplat.rounds.events import (
-    AggregationFailed,
-    AssignmentFailed,
-    AssignmentReclaimed,
-    AssignmentRevoked,
-    AttemptAggregated,
-    CandidatesDrawn,
-    JobEvent,
-    OperatorCommand,
-    RollbackOrdered,
-    ServerRestarted,
-    SpecChanged,
-    UpdateRejected,
-    UpdateReported,
-    UploadStarted,
-)
+from fedplat.rounds import attempts, commands, events, operators, records, restart
 from fedplat.rounds.protocols.base import Handler, protocol_of, training_of
 from fedplat.rounds.protocols.registry import OF_EVENTS
-from fedplat.rounds.records import JobState
 
 
-def step(job: JobState, event: JobEvent, context: Context) -> Transition:
+def step(job: records.JobState, event: events.JobEvent, context: commands.Context) -> commands.Transition:
     """Apply one event to one job."""
     handler = COMMON.get(type(event)) or training_of(job).handlers.get(type(event)) or OF_EVENTS[type(event)]
     return handler(job, event, context)
 
 
-def advance(job: JobState, context: Context) -> Transition | None:
+def advance(job: records.JobState, context: commands.Context) -> commands.Transition | None:
     """Open the next attempt or end the job, if it is time to; None if there is nothing to do."""
     attempt = job.open_attempt
     if attempt is None:
@@ -48,17 +30,17 @@ def advance(job: JobState, context: Context) -> Transition | None:
 
 
 COMMON: Mapping[type[Any], Handler] = {
-    OperatorCommand: operators.on_operator,
-    SpecChanged: operators.on_changed,
-    RollbackOrdered: operators.on_rollback,
-    ServerRestarted: restart.on_restart,
-    CandidatesDrawn: attempts.on_candidates,
-    AssignmentReclaimed: attempts.on_reclaimed,
-    UploadStarted: attempts.on_upload_started,
-    UpdateReported: attempts.on_reported,
-    UpdateRejected: attempts.on_rejected,
-    AssignmentFailed: attempts.on_failed,
-    AssignmentRevoked: attempts.on_revoked,
-    AttemptAggregated: attempts.on_aggregated,
-    AggregationFailed: attempts.on_aggregation_failed,
+    events.OperatorCommand: operators.on_operator,
+    events.SpecChanged: operators.on_changed,
+    events.RollbackOrdered: operators.on_rollback,
+    events.ServerRestarted: restart.on_restart,
+    events.CandidatesDrawn: attempts.on_candidates,
+    events.AssignmentReclaimed: attempts.on_reclaimed,
+    events.UploadStarted: attempts.on_upload_started,
+    events.UpdateReported: attempts.on_reported,
+    events.UpdateRejected: attempts.on_rejected,
+    events.AssignmentFailed: attempts.on_failed,
+    events.AssignmentRevoked: attempts.on_revoked,
+    events.AttemptAggregated: attempts.on_aggregated,
+    events.AggregationFailed: attempts.on_aggregation_failed,
 }

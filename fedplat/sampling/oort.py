@@ -29,9 +29,8 @@ import numpy.typing as npt
 from msgspec import Meta
 from typing_extensions import override
 
+from fedplat.sampling import uniform, weighted
 from fedplat.sampling.candidates import BasePolicy, Candidates, ClientHistory
-from fedplat.sampling.uniform import draw_uniformly
-from fedplat.sampling.weighted import draw_by_weight, fill_missing_weights, to_weights
 
 CLIPPED_QUANTILE = 0.95
 CUT_OFF = 0.95
@@ -83,21 +82,18 @@ class Oort(BasePolicy, frozen=True, forbid_unknown_fields=True, tag_field="polic
         is_new = np.ones(len(candidates), bool)
         is_new[explored] = False
         unexplored = np.flatnonzero(is_new)
-        num_new = self._num_new(candidates.round, count, rng)
+        # The number of clients to explore is rounded at random, so that small cohorts explore too.
+        share = max(self.exploration * self.exploration_decay ** (candidates.round - 1), self.min_exploration)
+        num_new = math.floor(share * count + rng.random())
         num_new = max(min(num_new, len(unexplored)), count - len(explored))
         chosen = self._exploit([history for _, history in known], candidates, count - num_new, rng)
         return [*explored[chosen].tolist(), *self._explore(unexplored, candidates, num_new, rng)]
 
-    def _num_new(self, round_: int, count: int, rng: np.random.Generator) -> int:
-        """Return the number of clients to explore, rounded at random, so that small cohorts explore too."""
-        share = max(self.exploration * self.exploration_decay ** (round_ - 1), self.min_exploration)
-        return math.floor(share * count + rng.random())
-
     def _explore(self, unexplored: _Indices, candidates: Candidates, count: int, rng: np.random.Generator) -> list[int]:
         if not self.speed:
-            return unexplored[draw_uniformly(len(unexplored), count, rng)].tolist()
-        speeds = to_weights(candidates.values_of(self.speed))[unexplored]
-        return unexplored[draw_by_weight(fill_missing_weights(speeds), count, rng)].tolist()
+            return unexplored[uniform.draw_uniformly(len(unexplored), count, rng)].tolist()
+        speeds = weighted.to_weights(candidates.values_of(self.speed))[unexplored]
+        return unexplored[weighted.draw_by_weight(weighted.fill_missing_weights(speeds), count, rng)].tolist()
 
     def _exploit(
         self, histories: Sequence[ClientHistory], candidates: Candidates, count: int, rng: np.random.Generator
@@ -108,7 +104,7 @@ class Oort(BasePolicy, frozen=True, forbid_unknown_fields=True, tag_field="polic
         scores = self.scores(histories, candidates.round, preferred_s)
         cut_off = CUT_OFF * np.partition(scores, -count)[-count]
         admitted = np.flatnonzero(scores >= cut_off)
-        return admitted[draw_by_weight(scores[admitted], count, rng)]
+        return admitted[weighted.draw_by_weight(scores[admitted], count, rng)]
 
     def scores(self, histories: Sequence[ClientHistory], round_: int, preferred_s: float) -> _Numbers:
         """Compute Util(i) of Algorithm 1, the expected utility of each client in this round."""

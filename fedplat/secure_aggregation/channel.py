@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from fedplat.secure_aggregation import shamir
-from fedplat.secure_aggregation.messages import SHARE_BYTES
-from fedplat.secure_aggregation.primitives import KeyPair, decrypt, derive_key, encrypt
+from fedplat.secure_aggregation import messages, primitives, shamir
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,14 +26,14 @@ class ShareLink:
     sender: int
     holder: int
 
-    def seal(self, own: KeyPair, peer: bytes, shares: SharePair) -> bytes:
+    def seal(self, own: primitives.KeyPair, peer: bytes, shares: SharePair) -> bytes:
         """Encrypt shares at their sender. Raises `SecureAggregationError` for a weak key of the holder."""
-        return encrypt(self._derive_key(own, peer), shares.seed + shares.key, self._data)
+        return primitives.encrypt(self._derive_key(own, peer), shares.seed + shares.key, self._data)
 
-    def open(self, own: KeyPair, peer: bytes, sealed: bytes) -> SharePair:
+    def open(self, own: primitives.KeyPair, peer: bytes, sealed: bytes) -> SharePair:
         """Decrypt shares at their holder. Raises `SecureAggregationError` if they are not those of this link."""
-        plaintext = decrypt(self._derive_key(own, peer), sealed, self._data)
-        shares = SharePair(plaintext[:SHARE_BYTES], plaintext[SHARE_BYTES:])
+        plaintext = primitives.decrypt(self._derive_key(own, peer), sealed, self._data)
+        shares = SharePair(plaintext[: messages.SHARE_BYTES], plaintext[messages.SHARE_BYTES :])
         shamir.read_share(shares.seed)
         shamir.read_share(shares.key)
         return shares
@@ -44,5 +42,5 @@ class ShareLink:
     def _data(self) -> bytes:
         return self.context + self.sender.to_bytes(4, "big") + self.holder.to_bytes(4, "big")
 
-    def _derive_key(self, own: KeyPair, peer: bytes) -> bytes:
-        return derive_key(own.agree(peer), "fedplat shares 1", self.context, (self.sender, self.holder))
+    def _derive_key(self, own: primitives.KeyPair, peer: bytes) -> bytes:
+        return primitives.derive_key(own.agree(peer), "fedplat shares 1", self.context, (self.sender, self.holder))

@@ -25,9 +25,8 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from fedplat.codecs.codec import PlainSource
+from fedplat.codecs import codec, packing
 from fedplat.codecs.hadamard import hadamard
-from fedplat.codecs.packing import pack, packed_bytes, unpack
 from fedplat.errors import CodecError, SecureAggregationError
 from fedplat.model import Vector, VectorBlocks, blocks
 from fedplat.model.blocks import l2_norm
@@ -71,7 +70,9 @@ def encode(
     """
     if update.shape != (encoding.size,):
         raise SecureAggregationError(f"the update has shape {update.shape}; expected ({encoding.size},)")
-    weight = _weight(encoding, num_examples)
+    if not num_examples >= 0:
+        raise SecureAggregationError(f"the number of examples is {num_examples}; expected 0 or more")
+    weight = min(num_examples / encoding.max_examples, 1.0) if encoding.max_examples else 1.0
     norm = l2_norm(VectorBlocks(update))
     if not math.isfinite(norm):
         raise SecureAggregationError("the update has NaN or infinite entries and cannot be clipped")
@@ -125,12 +126,6 @@ def merge(left: Decoded, right: Decoded) -> Decoded:
         for name, value in left.metrics.items()
     }
     return Decoded(left.update, left.weight + right.weight, metrics, count)
-
-
-def _weight(encoding: Encoding, num_examples: float) -> float:
-    if not num_examples >= 0:
-        raise SecureAggregationError(f"the number of examples is {num_examples}; expected 0 or more")
-    return min(num_examples / encoding.max_examples, 1.0) if encoding.max_examples else 1.0
 
 
 def _map_metrics(encoding: Encoding, metrics: Mapping[str, float]) -> Iterator[float]:
@@ -192,7 +187,7 @@ def write_file(setup: Setup, masked: Encoded) -> Iterator[bytes]:
         columns = np.ascontiguousarray(masked[block], "<u4").view(np.uint8).reshape(-1, 4)
         yield columns[:, :whole].tobytes()
         if rest:
-            yield pack(columns[:, whole] & np.uint8(2**rest - 1), rest)
+            yield packing.pack(columns[:, whole] & np.uint8(2**rest - 1), rest)
 
 
 def check_file(path: Path, setup: Setup) -> None:
@@ -220,7 +215,7 @@ def _header(setup: Setup) -> bytes:
 
 def _entries_bytes(count: int, modulus: int) -> int:
     whole, rest = divmod(modulus, 8)
-    return whole * count + (packed_bytes(count, rest) if rest else 0)
+    return whole * count + (packing.packed_bytes(count, rest) if rest else 0)
 
 
 def _open(file: IO[bytes], setup: Setup) -> None:
@@ -244,7 +239,7 @@ def _read(file: IO[bytes], count: int, modulus: int) -> Encoded:
     columns[:, :whole] = np.frombuffer(content, np.uint8, whole * count).reshape(count, whole)
     if rest:
         try:
-            columns[:, whole] = unpack(PlainSource(memoryview(content)[whole * count :]), count, rest)
+            columns[:, whole] = packing.unpack(codec.PlainSource(memoryview(content)[whole * count :]), count, rest)
         except CodecError as exc:
             raise SecureAggregationError(f"the masked update is invalid: {exc}") from exc
     return columns.view("<u4").reshape(-1)

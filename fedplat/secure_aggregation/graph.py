@@ -48,7 +48,8 @@ class Graph:
 
     def neighbours(self, position: int) -> list[int]:
         """Return the positions that share masks with one, in ascending order."""
-        self._check(position)
+        if not 0 <= position < self.size:
+            raise SecureAggregationError(f"position {position} is not in a group of {self.size}")
         if self.degree == self.size - 1:
             return [other for other in range(self.size) if other != position]
         half = self.degree // 2
@@ -71,10 +72,6 @@ class Graph:
         half = self.degree // 2
         sums = [0, *itertools.accumulate(marks[-half:] + marks + marks[:half])]  # around the circle
         return all(sums[each + self.degree + 1] - sums[each] >= self.threshold for each in secrets)
-
-    def _check(self, position: int) -> None:
-        if not 0 <= position < self.size:
-            raise SecureAggregationError(f"position {position} is not in a group of {self.size}")
 
 
 @functools.lru_cache(maxsize=64)

@@ -19,22 +19,9 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from fedplat.errors import SecureAggregationError
-from fedplat.secure_aggregation import masks, shamir
+from fedplat.secure_aggregation import masks, messages, shamir
 from fedplat.secure_aggregation.channel import ShareLink, SharePair
 from fedplat.secure_aggregation.graph import Graph
-from fedplat.secure_aggregation.messages import (
-    KEY_BYTES,
-    Confirmation,
-    HeldShares,
-    KeyAdvertisement,
-    Member,
-    Roster,
-    SealedShares,
-    Signature,
-    Survivors,
-    UnmaskAnswer,
-    UnmaskRequest,
-)
 from fedplat.secure_aggregation.primitives import KeyPair, check_public_key, is_signature
 from fedplat.secure_aggregation.setup import Setup, keys_payload, survivors_payload
 
@@ -67,7 +54,7 @@ class _Secrets:
 class _Place:
     """A position in a group."""
 
-    members: Sequence[Member]
+    members: Sequence[messages.Member]
     position: int
     graph: Graph
     context: bytes
@@ -80,7 +67,7 @@ class _Place:
     def holders(self) -> list[int]:
         return self.graph.holders(self.position)
 
-    def keys_of(self, position: int) -> KeyAdvertisement:
+    def keys_of(self, position: int) -> messages.KeyAdvertisement:
         return self.members[position].keys
 
 
@@ -120,23 +107,23 @@ class Participant:
         self._sign = sign
         self._limits = limits
         self._random = random
-        self._advertisement: KeyAdvertisement | None = None
+        self._advertisement: messages.KeyAdvertisement | None = None
         self._secrets: _Secrets | None = None
         self._place: _Place | None = None
         self._own_shares: SharePair | None = None
         self._senders: frozenset[int] | None = None
         self._held: dict[int, SharePair] = {}
-        self._survivors: Survivors | None = None
+        self._survivors: messages.Survivors | None = None
         self._done: dict[str, tuple[bytes, bytes]] = {}
 
     def advertise(self) -> bytes:
         """Return the public keys for this attempt, signed (`KeyAdvertisement`)."""
         if self._advertisement is None:
-            secrets = _Secrets(KeyPair.draw(self._random), KeyPair.draw(self._random), self._random(KEY_BYTES))
+            secrets = _Secrets(KeyPair.draw(self._random), KeyPair.draw(self._random), self._random(messages.KEY_BYTES))
             encryption, masking = secrets.encryption.public, secrets.masking.public
             signature = self._sign(keys_payload(self._setup, encryption, masking))
             self._secrets = secrets
-            self._advertisement = KeyAdvertisement(encryption, masking, signature)
+            self._advertisement = messages.KeyAdvertisement(encryption, masking, signature)
         return self._advertisement.to_bytes()
 
     def share(self, roster: bytes) -> bytes:
@@ -156,7 +143,7 @@ class Participant:
         if secrets is None:
             raise SecureAggregationError("a vector was masked already; a new attempt draws new masks")
         self._check_vector(vector)
-        sealed = HeldShares.from_bytes(held).shares
+        sealed = messages.HeldShares.from_bytes(held).shares
         self._check_senders(place, sealed.keys())
         opened = _open_shares(place, secrets, sealed)
         if len(opened) + 1 < place.graph.threshold:
@@ -201,7 +188,7 @@ class Participant:
     def _share(self, content: bytes) -> bytes:
         if self._secrets is None or self._advertisement is None:
             raise SecureAggregationError("the roster came before this client has advertised its keys")
-        secrets, roster = self._secrets, Roster.from_bytes(content)
+        secrets, roster = self._secrets, messages.Roster.from_bytes(content)
         self._check_roster(roster, self._advertisement)
         graph = Graph.of(self._setup.options, len(roster.members))
         self._check_graph(graph)
@@ -221,9 +208,9 @@ class Participant:
         commitment = masks.commit_seed(secrets.seed, place.context, place.position)
         self._place = place
         self._own_shares = SharePair(seed_shares[place.position], key_shares[place.position])
-        return SealedShares(sealed, commitment).to_bytes()
+        return messages.SealedShares(sealed, commitment).to_bytes()
 
-    def _check_roster(self, roster: Roster, own: KeyAdvertisement) -> None:
+    def _check_roster(self, roster: messages.Roster, own: messages.KeyAdvertisement) -> None:
         members, position = roster.members, roster.position
         minimum = max(self._setup.minimum, self._limits.min_survivors)
         maximum = self._setup.encoding.max_clients
@@ -245,7 +232,7 @@ class Participant:
             check_public_key(key)
         self._check_members(members)
 
-    def _check_members(self, members: Sequence[Member]) -> None:
+    def _check_members(self, members: Sequence[messages.Member]) -> None:
         trusted = None if self._limits.trusted_keys is None else self._limits.trusted_keys | {self._public_key}
         for position, member in enumerate(members):
             if trusted is not None and member.public_key not in trusted:
@@ -285,24 +272,26 @@ class Participant:
             )
 
     def _confirm(self, content: bytes) -> bytes:
-        place = self._accept(Survivors.from_bytes(content))
+        place = self._accept(messages.Survivors.from_bytes(content))
         assert self._survivors is not None
-        return Confirmation(self._sign(survivors_payload(place.context, self._survivors))).to_bytes()
+        return messages.Confirmation(self._sign(survivors_payload(place.context, self._survivors))).to_bytes()
 
     def _answer(self, content: bytes) -> bytes:
-        request = UnmaskRequest.from_bytes(content)
+        request = messages.UnmaskRequest.from_bytes(content)
         survivors = request.survivors
         place = self._accept(survivors, request.confirmations if self._setup.options.confirm else None)
         assert self._own_shares is not None
         held = self._held | {place.position: self._own_shares}
-        answer = UnmaskAnswer(
+        answer = messages.UnmaskAnswer(
             {position: held[position].seed for position in survivors.survivors if position in held},
             {position: held[position].key for position in survivors.dropped if position in held},
         )
         self._held, self._own_shares = {}, None
         return answer.to_bytes()
 
-    def _accept(self, survivors: Survivors, confirmations: Mapping[int, Signature] | None = None) -> _Place:
+    def _accept(
+        self, survivors: messages.Survivors, confirmations: Mapping[int, messages.Signature] | None = None
+    ) -> _Place:
         """Check survivors, and commit to them: no other ones are accepted after that."""
         place, senders = self._place, self._senders
         if place is None or senders is None:
@@ -315,7 +304,7 @@ class Participant:
         self._survivors = survivors
         return place
 
-    def _check_survivors(self, place: _Place, senders: frozenset[int], survivors: Survivors) -> None:
+    def _check_survivors(self, place: _Place, senders: frozenset[int], survivors: messages.Survivors) -> None:
         alive, dropped = frozenset(survivors.survivors), frozenset(survivors.dropped)
         if len(alive | dropped) < len(survivors.survivors) + len(survivors.dropped):
             raise SecureAggregationError("a position is named twice as a survivor or dropped, or as both")
@@ -347,7 +336,9 @@ def _open_shares(place: _Place, secrets: _Secrets, sealed: Mapping[int, bytes]) 
     return opened
 
 
-def _check_confirmations(place: _Place, survivors: Survivors, confirmations: Mapping[int, Signature]) -> None:
+def _check_confirmations(
+    place: _Place, survivors: messages.Survivors, confirmations: Mapping[int, messages.Signature]
+) -> None:
     payload = survivors_payload(place.context, survivors)
     signers = frozenset(place.holders) & frozenset(survivors.survivors) & confirmations.keys()
     for position in signers:

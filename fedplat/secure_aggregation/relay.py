@@ -21,16 +21,8 @@ from typing import Annotated, BinaryIO
 from msgspec import Meta
 
 from fedplat.errors import SecureAggregationError
-from fedplat.secure_aggregation.messages import Key, Message, Signature
-from fedplat.secure_aggregation.primitives import (
-    KeyPair,
-    check_public_key,
-    decrypt,
-    derive_key,
-    encrypt,
-    is_signature,
-)
-from fedplat.secure_aggregation.setup import hash_parts
+from fedplat.secure_aggregation import messages, setup
+from fedplat.secure_aggregation.primitives import KeyPair, check_public_key, decrypt, derive_key, encrypt, is_signature
 
 CHUNK_BYTES = 2**20
 """Bytes of a chunk before encryption; the last one may be shorter."""
@@ -45,18 +37,18 @@ def sealed_bytes(size_bytes: int) -> int:
     return size_bytes + TAG_BYTES * max(1, -(-size_bytes // CHUNK_BYTES))
 
 
-class RelayKey(Message, frozen=True):
+class RelayKey(messages.Message, frozen=True):
     """The public key of a client for one exchange, signed with the key with which it is enrolled."""
 
-    encryption_key: Key
-    signature: Signature
+    encryption_key: messages.Key
+    signature: messages.Signature
 
 
-class RelayMember(Message, frozen=True):
+class RelayMember(messages.Message, frozen=True):
     """A client of an exchange: its id, the public key with which it is enrolled, and its key for the exchange."""
 
     client_id: Annotated[str, Meta(min_length=1, max_length=100)]
-    public_key: Key
+    public_key: messages.Key
     key: RelayKey
 
 
@@ -90,10 +82,10 @@ class RelayExchange:
 
     def to_bytes(self) -> bytes:
         """Encode the exchange; equal ones have equal bytes."""
-        return hash_parts(self.job_id.encode(), self.round.to_bytes(8, "big"), self.attempt.to_bytes(8, "big"))
+        return setup.hash_parts(self.job_id.encode(), self.round.to_bytes(8, "big"), self.attempt.to_bytes(8, "big"))
 
     def _payload(self, client_id: str, encryption_key: bytes) -> bytes:
-        return hash_parts(b"fedplat relay keys 1", self.to_bytes(), client_id.encode(), encryption_key)
+        return setup.hash_parts(b"fedplat relay keys 1", self.to_bytes(), client_id.encode(), encryption_key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +167,7 @@ class RelayLink:
 
     @functools.cached_property
     def _context(self) -> bytes:
-        return hash_parts(
+        return setup.hash_parts(
             b"fedplat relay context 1",
             self.exchange.to_bytes(),
             self.sender.to_bytes(),
@@ -207,7 +199,7 @@ class RelayMessage:
 
     def _derive_key(self, secret: bytes) -> bytes:
         parts = (self.exchange.to_bytes(), self.sender.to_bytes(), self.receiver.to_bytes(), self.name.encode())
-        return derive_key(secret, _MESSAGE_PURPOSE, hash_parts(b"fedplat relay message 1", *parts), (0, 0))
+        return derive_key(secret, _MESSAGE_PURPOSE, setup.hash_parts(b"fedplat relay message 1", *parts), (0, 0))
 
 
 def _agree(own: KeyPair, at: RelayMember, peer: RelayMember) -> bytes:

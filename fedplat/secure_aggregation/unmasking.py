@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from fedplat.errors import SecureAggregationError
-from fedplat.secure_aggregation import masks, shamir
+from fedplat.secure_aggregation import masks, primitives, shamir
 from fedplat.secure_aggregation.graph import Graph
 from fedplat.secure_aggregation.messages import (
     Confirmation,
@@ -25,7 +25,6 @@ from fedplat.secure_aggregation.messages import (
     UnmaskAnswer,
     UnmaskRequest,
 )
-from fedplat.secure_aggregation.primitives import KeyPair, check_public_key, is_signature
 from fedplat.secure_aggregation.setup import Setup, keys_payload, survivors_payload
 
 _MAX_SEARCH = 1_000_000
@@ -38,10 +37,10 @@ def check_keys(setup: Setup, public_key: bytes, keys: KeyAdvertisement) -> None:
     The coordinator checks that no other client has advertised them: clients refuse a roster with the same key twice.
     """
     payload = keys_payload(setup, keys.encryption_key, keys.masking_key)
-    if not is_signature(public_key, keys.signature, payload):
+    if not primitives.is_signature(public_key, keys.signature, payload):
         raise SecureAggregationError("the signature of the keys is not that of the enrolled client over this attempt")
     for key in (keys.encryption_key, keys.masking_key):
-        check_public_key(key)
+        primitives.check_public_key(key)
     if keys.encryption_key == keys.masking_key:
         raise SecureAggregationError("both keys are the same; expected two key pairs")
 
@@ -70,7 +69,7 @@ def check_confirmation(
 ) -> None:
     """Check the signature of the survivors by the client at a position."""
     payload = survivors_payload(setup.context(members), survivors)
-    if not is_signature(members[position].public_key, confirmation.signature, payload):
+    if not primitives.is_signature(members[position].public_key, confirmation.signature, payload):
         raise SecureAggregationError("the confirmation is not the client's signature of the survivors")
 
 
@@ -173,19 +172,16 @@ class _Recovery:
             lambda seed: masks.commit_seed(seed, self.context, position) == commitment,
         )
 
-    def recover_keys(self, position: int) -> KeyPair | None:
+    def recover_keys(self, position: int) -> primitives.KeyPair | None:
         """Return the masking keys of a client that dropped out; None if they cannot be recovered."""
         public = self._members[position].keys.masking_key
         secret = self._recover(
-            position, lambda answer: answer.key_shares, lambda secret: KeyPair(secret).public == public
+            position, lambda answer: answer.key_shares, lambda secret: primitives.KeyPair(secret).public == public
         )
-        return KeyPair(secret) if secret is not None else None
+        return primitives.KeyPair(secret) if secret is not None else None
 
     def _recover(
-        self,
-        position: int,
-        shares_of: Callable[[UnmaskAnswer], Mapping[int, Share]],
-        is_right: Callable[[bytes], bool],
+        self, position: int, shares_of: Callable[[UnmaskAnswer], Mapping[int, Share]], is_right: Callable[[bytes], bool]
     ) -> bytes | None:
         """Return the secret that shares recover, or None; first from holders that have given no wrong share so far.
 

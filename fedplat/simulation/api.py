@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 import msgspec
 import numpy as np
 
-from fedplat import texts
+from fedplat import errors, texts
 from fedplat._version import __version__
 from fedplat.config.plugins import digests
 from fedplat.config.toml_text import format_toml
-from fedplat.errors import JobFileError, NoProgressError
 from fedplat.job import JobSpec, charges, find_mechanism
 from fedplat.learner import ArrayLearner
 from fedplat.model import Parameters
@@ -228,7 +227,7 @@ def simulate(  # noqa: PLR0913 - one call for scripts and notebooks; every argum
         warnings.warn(f"{name} is not complete: {run.result.problem}", stacklevel=2)
     elif run.result.problem:
         kept = f"; its rounds are in {run_folder.folder}" if run_folder is not None else ""
-        raise NoProgressError(f"{name} ended in status {run.result.status}: {run.result.problem}{kept}")
+        raise errors.NoProgressError(f"{name} ended in status {run.result.status}: {run.result.problem}{kept}")
     return run
 
 
@@ -238,16 +237,16 @@ def _read(
     if isinstance(file, JobSpec):
         if not isinstance(changes, SimulationOptions):
             if changes:
-                raise JobFileError(
+                raise errors.JobFileError(
                     "changes: expected SimulationOptions after a JobSpec; msgspec.structs.replace changes a JobSpec"
                 )
             changes = SimulationOptions()
         return files.of_records(file, changes)
     if isinstance(changes, SimulationOptions):
-        raise JobFileError("SimulationOptions: expected a JobSpec before them; a file has its own, [simulation]")
+        raise errors.JobFileError("SimulationOptions: expected a JobSpec before them; a file has its own, [simulation]")
     if isinstance(file, SimulationFile):
         if changes:
-            raise JobFileError("changes: expected none with a SimulationFile; they apply to the path of a file")
+            raise errors.JobFileError("changes: expected none with a SimulationFile; they apply to the path of a file")
         return file
     return files.read(Path(file), changes if not isinstance(changes, Mapping) else format_changes(changes))
 

@@ -223,7 +223,9 @@ class Driver:
     def _carry_out(self, command: Abort | Fold | NextStep | Restart | Commit | RunWarmStart | Abandon) -> None:
         match command:
             case Abort():
-                self._abort(command)
+                task = self._work.tasks.get(int(command.client_id))
+                if task is not None and task.key == command.key:  # else the client is offline
+                    self._behaviours[task.kind].stop(task, command)
             case Fold():
                 if (failed := self._training.fold(command)) is not None:
                     self._work.schedule(self.now, self._record, failed)
@@ -238,11 +240,6 @@ class Driver:
                 self._work.schedule(self.now, self._record, self._training.warm_start(command))
             case Abandon():
                 pass  # `settle` has discarded the updates of the attempt
-
-    def _abort(self, command: Abort) -> None:
-        task = self._work.tasks.get(int(command.client_id))
-        if task is not None and task.key == command.key:  # else the client is offline
-            self._behaviours[task.kind].stop(task, command)
 
     def _assign(self, assigns: Sequence[Assign]) -> None:
         until = self._work.idle.on_assigned(np.array([int(command.client_id) for command in assigns]))

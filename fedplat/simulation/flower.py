@@ -17,8 +17,7 @@ from fedplat.flower.app import FlowerApp, check_version, read_app
 from fedplat.simulation.api import Run, SimulatedRun, versions
 from fedplat.simulation.clients import build_fleet
 from fedplat.simulation.recording.result import AttemptResult
-from fedplat.simulation.report.progress import count_failed
-from fedplat.simulation.report.summary import summarize
+from fedplat.simulation.report import progress, summary
 from fedplat.simulation.run import Simulation, drive
 from fedplat.simulation.run_folder import RunFolderOptions, open_run_folder
 from fedplat.simulation.scenario import flower_file
@@ -133,7 +132,7 @@ def execute(
                     num_messages=log.num_messages,
                     num_replies=record.num_updates,
                     num_late=record.counts.get("LATE", 0),
-                    num_failed=count_failed(record.counts),
+                    num_failed=progress.count_failed(record.counts),
                     failures=tuple(f"client {each.client}: {each.text}" for each in failures),
                     metrics=record.metrics,
                     at_s=record.ended_at,
@@ -153,7 +152,7 @@ def execute(
         updates_per_s=pace.updates / seconds if seconds else 0.0,
         versions=versions(),
     )
-    run = Run(file=file, result=result, summary=summarize(result), computed=computed)
+    run = Run(file=file, result=result, summary=summary.summarize(result), computed=computed)
     if run_folder is not None:
         run.save(run_folder.folder)
     return run

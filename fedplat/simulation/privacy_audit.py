@@ -20,11 +20,9 @@ from typing_extensions import override
 from fedplat.errors import JobFileError
 from fedplat.job import JobSpec
 from fedplat.model import Parameters, Vector
-from fedplat.privacy.accounting import Cost
-from fedplat.privacy.audit import Bound, bound_of
-from fedplat.simulation import api
+from fedplat.privacy import accounting, audit
+from fedplat.simulation import api, run_folder
 from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
-from fedplat.simulation.run_folder import Observer
 from fedplat.simulation.setup import RunSetup
 
 MIN_CANARIES = 20
@@ -41,8 +39,8 @@ class Audit:
     `included` is the number of canaries that participated, `merged` their mean number of merged updates.
     """
 
-    claimed: Cost
-    bound: Bound
+    claimed: accounting.Cost
+    bound: audit.Bound
     confidence: float
     num_clients: int
     included: int
@@ -172,7 +170,7 @@ def run_audit(
     *,
     num_canaries: int = 0,
     confidence: float = 0.95,
-    observe: Observer = lambda record: None,
+    observe: run_folder.Observer = lambda record: None,
     on_replayed: Callable[[], object] = lambda: None,
 ) -> Audit:
     """Run a prepared simulation with canaries, and guess their coins. Raises `JobFileError`, and what training raises.
@@ -191,7 +189,7 @@ def run_audit(
     merged = run.result.participation.merged[list(included)][coins]
     return Audit(
         claimed=run.privacy,
-        bound=bound_of(canaries.scores(run.model), coins, run.privacy.delta, confidence),
+        bound=audit.bound_of(canaries.scores(run.model), coins, run.privacy.delta, confidence),
         confidence=confidence,
         num_clients=run.result.num_clients,
         included=int(coins.sum()),

@@ -11,9 +11,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from fedplat.errors import ModelError, ReplayError
-from fedplat.job import JobSpec, build_rule
-from fedplat.model import Parameters
+from fedplat import errors, job, model
 from fedplat.rounds import AttemptKey, privacy_rules
 from fedplat.rounds.protocols.base import find_training
 from fedplat.rounds.states import JobStatus
@@ -127,18 +125,18 @@ def _digest_of_object(value: object) -> str:
         return f"{value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"
     name = f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '<>')}"
     if "<" in name:
-        raise ReplayError(
+        raise errors.ReplayError(
             f"an option of a plugin is a {type(value).__name__} without a name, so a resumed run could not be compared "
             "with this one; expected numbers, text, arrays or functions that are defined with def, or no run folder"
         )
     return name
 
 
-def _extend_initial(spec: JobSpec, initial: Parameters) -> Parameters:
+def _extend_initial(spec: job.JobSpec, initial: model.Parameters) -> model.Parameters:
     """Return the model that a submitted job would begin with."""
     try:
-        return build_rule(spec).requirements.extend(initial)
-    except ModelError as exc:
+        return job.build_rule(spec).requirements.extend(initial)
+    except errors.ModelError as exc:
         raise ValueError(f"the initial model does not fit the job's rule: {exc}") from exc
 
 

@@ -13,8 +13,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedplat import trackers
-from fedplat.errors import PausedError
+from fedplat import errors, trackers
 from fedplat.privacy.accounting import Cost
 from fedplat.simulation.recording import checkpoint
 from fedplat.simulation.recording import folder as folders
@@ -134,7 +133,7 @@ def open_run_folder(
             for observer in observers:
                 observer(record)
             if options is not None and _is_pause(options.pause_after, record):
-                raise PausedError(f"the run in {options.folder} was paused after round {record.round}")
+                raise errors.PausedError(f"the run in {options.folder} was paused after round {record.round}")
 
         yield dataclasses.replace(hooks, observe=notify), pace
 
@@ -166,9 +165,8 @@ def open_trackers(
 ) -> Generator[Callable[[AttemptResult], None]]:
     """Open the trackers of the run in `folder` of a simulation file; yields the function that tracks an attempt.
 
-    A resumed run calls it with all attempts again. If MLflow fails, `warn` is called. `find_cost` returns the
-    privacy cost of a number of releases, which is tracked with the last round. Raises `MissingExtraError` and
-    `TrackerError`.
+    A resumed run calls it with all attempts again. If MLflow fails, `warn` is called. `find_cost` returns the privacy
+    cost of a number of releases, which is tracked with the last round. Raises `MissingExtraError` and `TrackerError`.
     """
     with contextlib.ExitStack() as stack:
         opened: list[trackers.Tracker] = []
@@ -219,7 +217,7 @@ def _closing(tracker: trackers.Tracker) -> Generator[trackers.Tracker]:
     try:
         yield tracker
         status = "FINISHED"
-    except (KeyboardInterrupt, PausedError):
+    except (KeyboardInterrupt, errors.PausedError):
         status = "KILLED"
         raise
     finally:

@@ -8,26 +8,19 @@ import os
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, cast
 
-from fedplat import initial
-from fedplat.aggregate import LocalAlgorithmOptions
+from fedplat import aggregate, initial, job, model
 from fedplat.config.plugins import name_of
 from fedplat.errors import DataError, JobFileError, ModelError
-from fedplat.job import build_rule, calibrate
 from fedplat.job.copies import describe_copies
 from fedplat.job.spec import describe_coarse_steps
 from fedplat.learner import ArrayLearner
-from fedplat.model import Parameters
-from fedplat.simulation.clients import build_fleet
+from fedplat.simulation import clients, run
 from fedplat.simulation.data import Dataset, Federation, divide, federation
 from fedplat.simulation.data.federation import check_finite
+from fedplat.simulation.engines import registry, tasks
 from fedplat.simulation.engines.interface import Engine
-from fedplat.simulation.engines.registry import RayOptions, open_engine
-from fedplat.simulation.engines.tasks import ClientTraining
-from fedplat.simulation.run import Simulation
-from fedplat.simulation.scenario import feasible
-from fedplat.simulation.scenario.building import build_learner, make_initial
+from fedplat.simulation.scenario import building, feasible, objects
 from fedplat.simulation.scenario.file import SimulationFile
-from fedplat.simulation.scenario.objects import OF_LEARNER
 
 if TYPE_CHECKING:
     from fedplat.pytorch.training import Learner
@@ -42,11 +35,11 @@ class RunSetup:
     `algorithm` are the options of the clients' local algorithm; None without training.
     """
 
-    simulation: Simulation
+    simulation: run.Simulation
     federation: Federation | None
     engine: str
     workers: int
-    algorithm: LocalAlgorithmOptions | None = None
+    algorithm: aggregate.LocalAlgorithmOptions | None = None
 
     @property
     def choice(self) -> str:
@@ -82,14 +75,14 @@ def prepare(
         check_finite(data)
     clients_data = data if data is not None else load_data(file, on_progress)
     num_clients = clients_data.num_clients if clients_data is not None else 0
-    fleet = build_fleet(options.fleet, options.seed, num_clients, file.folder)
+    fleet = clients.build_fleet(options.fleet, options.seed, num_clients, file.folder)
     if warning := feasible.check_feasible(file.job, fleet):
         on_progress(f"warning: {warning}")
     if clients_data is not None:
         clients_data = _hold_out(file, clients_data)
         fleet = fleet.with_examples(clients_data.sizes(), clients_data.sizes_held_out())
-    simulation = Simulation(
-        spec=calibrate(file.job),
+    simulation = run.Simulation(
+        spec=job.calibrate(file.job),
         fleet=fleet,
         seed=options.seed,
         until_s=options.until_s,
@@ -144,15 +137,15 @@ def _hold_out(file: SimulationFile, data: Federation) -> Federation:
 
 def _open_engine(
     file: SimulationFile, data: Federation, given: Learner | ArrayLearner | None, on_progress: OnProgress
-) -> tuple[Engine, Parameters, LocalAlgorithmOptions | None]:
+) -> tuple[Engine, model.Parameters, aggregate.LocalAlgorithmOptions | None]:
     """Return the engine, the initial model, and the clients' algorithm."""
     if given is None:
         _check_references(file)
-        learner, initial_model = build_learner(file)
+        learner, initial_model = building.build_learner(file)
     else:
-        learner, initial_model = given, make_initial(given, file.simulation.seed)
+        learner, initial_model = given, building.make_initial(given, file.simulation.seed)
     try:
-        requirements = build_rule(file.job).requirements
+        requirements = job.build_rule(file.job).requirements
         initial_model = requirements.extend(initial_model)
         if misfit := requirements.misfit(initial_model.schema):
             raise ModelError(misfit)
@@ -160,11 +153,11 @@ def _open_engine(
         raise JobFileError(f"model.initial = {file.job.model.initial!r}: {exc}") from exc
     for text in (*describe_coarse_steps(file.job, initial_model), *describe_copies(file.job, initial_model)):
         on_progress(text)
-    algorithm: LocalAlgorithmOptions | None = None
+    algorithm: aggregate.LocalAlgorithmOptions | None = None
     if isinstance(learner, ArrayLearner):
         if getattr(learner, "sums", False):
             feasible.check_sums(file.job)
-        task = ClientTraining(data, learner, file.job.config, file.simulation.seed)
+        task = tasks.ClientTraining(data, learner, file.job.config, file.simulation.seed)
     else:
         from fedplat.pytorch.training import LocalOptions
 
@@ -179,18 +172,18 @@ def _open_engine(
             )
         if learner.personal:  # without a client's personal layers a model cannot be scored
             data = dataclasses.replace(data, test_inputs=data.test_inputs[:0], test_targets=data.test_targets[:0])
-        task = ClientTraining(data, learner, options, file.simulation.seed)
-    return open_engine(file.simulation.engine, task, file.simulation.workers), initial_model, algorithm
+        task = tasks.ClientTraining(data, learner, options, file.simulation.seed)
+    return registry.open_engine(file.simulation.engine, task, file.simulation.workers), initial_model, algorithm
 
 
 def _check_references(file: SimulationFile) -> None:
     """Raise `JobFileError` if no model is named, or one that the workers of Ray cannot import."""
-    if file.job.model.initial == OF_LEARNER:
+    if file.job.model.initial == objects.OF_LEARNER:
         raise JobFileError("model: missing; expected make_job(model, ...) or simulate(..., learner=Learner(model=...))")
     options = file.simulation.model
     keys = ("module", "loss", "accuracy")
     named = (file.job.model.initial, *(getattr(options, key, "") for key in keys))
-    if isinstance(file.simulation.engine, RayOptions) and any(each.startswith("__main__:") for each in named):
+    if isinstance(file.simulation.engine, registry.RayOptions) and any(each.startswith("__main__:") for each in named):
         raise JobFileError(
             'simulation.engine = "ray": its workers cannot import a model from a notebook or script; define it in a '
             "module, or call simulate(..., learner=Learner(model=...))"

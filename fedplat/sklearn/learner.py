@@ -98,12 +98,7 @@ class SklearnLearner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
         return _pack(self._supported.fit.initial(self._problem(), seed))
 
     def train(
-        self,
-        parameters: Parameters,
-        data: Data,
-        config: Config,
-        seed: int,
-        after_step: AfterStep = lambda done: None,
+        self, parameters: Parameters, data: Data, config: Config, seed: int, after_step: AfterStep = lambda done: None
     ) -> dict[str, float]:
         """Train the model in place; return its scores on the same examples, and `local_steps`.
 

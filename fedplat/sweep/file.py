@@ -9,13 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fedplat.config import toml
-from fedplat.config.plugins import name_of
+from fedplat import extras, local_options, metrics
+from fedplat.config import plugins, toml
 from fedplat.config.toml import read_record
 from fedplat.errors import JobFileError, MissingExtraError
-from fedplat.extras import install_command
-from fedplat.local_options import LocalOptions
-from fedplat.metrics import is_smaller_better
 from fedplat.simulation.engines.registry import RayOptions
 from fedplat.simulation.scenario import feasible
 from fedplat.simulation.scenario import file as files
@@ -63,7 +60,7 @@ class SweepFile:
         """The quantity to optimize. By default, losses and errors are minimized, like seconds."""
         simulation = self.base.simulation
         metric = self.options.metric or simulation.target_metric
-        falls = is_smaller_better(metric) or metric == VIRTUAL_S
+        falls = metrics.is_smaller_better(metric) or metric == VIRTUAL_S
         return Objective(
             metric=metric,
             maximize=self.options.direction == "maximize" or (not self.options.direction and not falls),
@@ -91,7 +88,7 @@ class SweepFile:
         The engine "auto" becomes "loop": its choice follows measured time, so its last bits may differ.
         """
         changes = [*configuration.changes, f"{files.TABLE}.seed={self.seeds[0] if seed is None else seed}"]
-        engine = configuration.values.get(_ENGINE, name_of(self.base.simulation.engine))
+        engine = configuration.values.get(_ENGINE, plugins.name_of(self.base.simulation.engine))
         is_auto = engine == "auto"
         return [*changes, f"{_ENGINE}=loop"] if is_auto else changes
 
@@ -115,7 +112,7 @@ class SweepFile:
         # Other learners than PyTorch modules check `[config]` themselves.
         trained = [pair for pair in zip(configurations, read, strict=True) if _trains_with_pytorch(pair[1])]
         if trained and importlib.util.find_spec("torch") is None:
-            raise MissingExtraError(f"training needs PyTorch; install it with: {install_command('torch')}")
+            raise MissingExtraError(f"training needs PyTorch; install it with: {extras.install_command('torch')}")
         for configuration, file in trained:
             self._check_training(configuration, file)
         return read
@@ -123,7 +120,7 @@ class SweepFile:
     def _check_training(self, configuration: Configuration, file: SimulationFile) -> None:
         """Check `[config]` as training does: with keys of the trainer's own, a misspelled name would change nothing."""
         try:
-            options = LocalOptions.from_config(file.job.config, file.plugins)
+            options = local_options.LocalOptions.from_config(file.job.config, file.plugins)
         except JobFileError as exc:
             raise self._error(configuration, str(exc)) from exc
         given = {key.removeprefix(_CONFIG) for key in configuration.values if key.startswith(_CONFIG)}

@@ -12,9 +12,8 @@ import numpy as np
 from fedplat import texts
 from fedplat.config.toml_text import format_toml
 from fedplat.simulation.report.plots import MAIN, MIN_BAND_SEEDS, QUIET, STYLES, save
-from fedplat.sweep import plan
+from fedplat.sweep import plan, table
 from fedplat.sweep.file import SweepFile
-from fedplat.sweep.table import SweepRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,7 +26,7 @@ _MAX_CELLS = 400
 _MAX_LABEL = 60
 
 
-def draw(file: SweepFile, rows: Sequence[SweepRow], folder: Path) -> list[Path]:
+def draw(file: SweepFile, rows: Sequence[table.SweepRow], folder: Path) -> list[Path]:
     """Draw the plots that the sweep has numbers for as PNG files. Raises `MissingExtraError` without matplotlib."""
     pictures: dict[str, Callable[[Figure], object]] = {}
     if any(row.curve.rounds for row in rows):
@@ -37,7 +36,7 @@ def draw(file: SweepFile, rows: Sequence[SweepRow], folder: Path) -> list[Path]:
     return [save(folder / f"{name}.png", picture) for name, picture in pictures.items()]
 
 
-def draw_curves(figure: Figure, file: SweepFile, rows: Sequence[SweepRow]) -> None:
+def draw_curves(figure: Figure, file: SweepFile, rows: Sequence[table.SweepRow]) -> None:
     """Plot the mean of the metric over seeds by round for each configuration; from five seeds on, with its interval."""
     from matplotlib.ticker import MaxNLocator
 
@@ -80,18 +79,11 @@ def draw_curves(figure: Figure, file: SweepFile, rows: Sequence[SweepRow]) -> No
     handles, labels = axis.get_legend_handles_labels()
     title = f"mean of {_seeds(file)}" + (", 95 % interval" if has_bands else "")
     title += f", the best {NUM_COLORED} of {len(rows)}" if len(rows) > NUM_COLORED else ""
-    figure.legend(
-        handles[::-1],
-        labels[::-1],
-        loc="outside right upper",
-        frameon=False,
-        fontsize="small",
-        title=title,
-    )
+    figure.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False, fontsize="small", title=title)
     figure.suptitle(file.path.stem)
 
 
-def is_grid(file: SweepFile, rows: Sequence[SweepRow]) -> bool:
+def is_grid(file: SweepFile, rows: Sequence[table.SweepRow]) -> bool:
     """Return whether the configurations are all combinations of the values of two keys."""
     axes = _axes(file, rows)
     if len(axes) != 2 or min(map(len, axes)) < 2:
@@ -100,10 +92,10 @@ def is_grid(file: SweepFile, rows: Sequence[SweepRow]) -> bool:
     return count <= _MAX_CELLS and count == len(rows) and any(row.score is not None for row in rows)
 
 
-def draw_heatmap(figure: Figure, file: SweepFile, rows: Sequence[SweepRow]) -> None:
+def draw_heatmap(figure: Figure, file: SweepFile, rows: Sequence[table.SweepRow]) -> None:
     """Plot the mean score by the values of the two keys; configurations that were stopped early are marked."""
     keys, (down, across) = plan.keys(file.options), _axes(file, rows)
-    cells: dict[tuple[int, int], SweepRow] = {}
+    cells: dict[tuple[int, int], table.SweepRow] = {}
     scores = np.full((len(down), len(across)), np.nan)
     for row in rows:
         at = tuple(values.index(format_toml(row.values[key])) for key, values in zip(keys, (down, across), strict=True))
@@ -130,7 +122,7 @@ def draw_heatmap(figure: Figure, file: SweepFile, rows: Sequence[SweepRow]) -> N
     axis.set_title(file.path.stem + mark, fontsize="medium")
 
 
-def _axes(file: SweepFile, rows: Sequence[SweepRow]) -> list[list[str]]:
+def _axes(file: SweepFile, rows: Sequence[table.SweepRow]) -> list[list[str]]:
     """Return the distinct values of each key, in the order of the configurations."""
     ordered = sorted(rows, key=lambda row: row.number)
     return [list(dict.fromkeys(format_toml(row.values[key]) for row in ordered)) for key in plan.keys(file.options)]

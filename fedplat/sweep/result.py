@@ -16,10 +16,8 @@ from fedplat import texts
 from fedplat.config.toml import read_toml
 from fedplat.config.toml_text import change_text, format_key, format_toml
 from fedplat.simulation.recording import folder as folders
-from fedplat.sweep import plan
+from fedplat.sweep import plan, schedule, table
 from fedplat.sweep.file import SweepFile
-from fedplat.sweep.schedule import Evaluated
-from fedplat.sweep.table import SweepRow, make_table
 
 FORMAT = 1
 """The version of the format of a sweep's `results.json`; it changes when a program that reads it would break."""
@@ -33,16 +31,16 @@ class SweepResult:
     """A finished sweep: `rows` has a row for each configuration, the best first."""
 
     file: SweepFile
-    rows: list[SweepRow]
+    rows: list[table.SweepRow]
     folder: Path
 
     @classmethod
-    def from_evaluated(cls, file: SweepFile, evaluated: list[Evaluated], folder: Path) -> SweepResult:
+    def from_evaluated(cls, file: SweepFile, evaluated: list[schedule.Evaluated], folder: Path) -> SweepResult:
         """Return the result of evaluated configurations."""
-        return cls(file, make_table(evaluated, file.objective), folder)
+        return cls(file, table.make_table(evaluated, file.objective), folder)
 
     @property
-    def best(self) -> SweepRow | None:
+    def best(self) -> table.SweepRow | None:
         """The best configuration; None if no configuration has a finite score."""
         return self.rows[0] if self.rows and self.rows[0].score is not None else None
 

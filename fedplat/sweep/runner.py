@@ -108,7 +108,18 @@ class _Runner:
             step = requests[request.folder]
             match reply:
                 case RoundReply():
-                    self._report_round(step, reply)
+                    self._observe(
+                        StepProgress(
+                            step=step,
+                            round=reply.round,
+                            num_rounds=self._num_rounds[step.configuration.number],
+                            value=reply.value,
+                            is_done=False,
+                            is_stored=False,
+                            num_done=len(self._ended),
+                            num_runs=self._file.num_runs,
+                        )
+                    )
                 case DoneReply():
                     outcome = self._store.outcome(step.key, step.until)
                     if outcome is None:
@@ -144,20 +155,6 @@ class _Runner:
                 value=outcome.score(self._file.objective, step.until),
                 is_done=True,
                 is_stored=is_stored,
-                num_done=len(self._ended),
-                num_runs=self._file.num_runs,
-            )
-        )
-
-    def _report_round(self, step: RunStep, reply: RoundReply) -> None:
-        self._observe(
-            StepProgress(
-                step=step,
-                round=reply.round,
-                num_rounds=self._num_rounds[step.configuration.number],
-                value=reply.value,
-                is_done=False,
-                is_stored=False,
                 num_done=len(self._ended),
                 num_runs=self._file.num_runs,
             )

@@ -11,11 +11,9 @@ import warnings
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
-from fedplat.errors import MissingExtraError
-from fedplat.extras import install_command
-from fedplat.sweep.outcome import Objective
+from fedplat import errors, extras
+from fedplat.sweep import outcome, schedule
 from fedplat.sweep.plan import Choices, Configuration, FloatRange, IntegerRange, LogRange, Range, SearchOptions
-from fedplat.sweep.schedule import Evaluated
 
 MAX_STARTUP = 10
 """The trials that the TPE sampler chooses at random before it uses results: Optuna's default, or half of all trials."""
@@ -27,7 +25,7 @@ class TrialChooser:
     A configuration that was chosen before is not simulated again: Optuna is told its result.
     """
 
-    def __init__(self, options: SearchOptions, objective: Objective) -> None:
+    def __init__(self, options: SearchOptions, objective: outcome.Objective) -> None:
         self._optuna = _import_optuna()
         self._options, self._objective = options, objective
         self._num_trials = 0
@@ -39,7 +37,7 @@ class TrialChooser:
                 sampler=self._make_sampler(), direction="maximize" if objective.maximize else "minimize"
             )
 
-    def __call__(self, evaluated: Sequence[Evaluated]) -> list[Configuration] | None:
+    def __call__(self, evaluated: Sequence[schedule.Evaluated]) -> list[Configuration] | None:
         """Tell the study the results of the last batch, and return the next one without repetitions."""
         with _quiet(self._optuna):
             self._tell({each.configuration.number: each for each in evaluated})
@@ -55,7 +53,7 @@ class TrialChooser:
         chosen = {each.number: each for _, each in self._waiting if each.number not in done}
         return list(chosen.values())
 
-    def _tell(self, evaluated: Mapping[int, Evaluated]) -> None:
+    def _tell(self, evaluated: Mapping[int, schedule.Evaluated]) -> None:
         state = self._optuna.trial.TrialState
         for trial, configuration in self._waiting:
             result = evaluated[configuration.number]
@@ -105,8 +103,8 @@ def _import_optuna() -> Any:
     try:
         import optuna
     except ModuleNotFoundError as exc:
-        raise MissingExtraError(
-            f"a search needs Optuna; install it with: {install_command('sweep')}, or use a grid"
+        raise errors.MissingExtraError(
+            f"a search needs Optuna; install it with: {extras.install_command('sweep')}, or use a grid"
         ) from exc
     return optuna
 

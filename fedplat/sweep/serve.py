@@ -19,7 +19,11 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 def main() -> None:
     """Serve requests on stdin until it is closed."""
-    _end_with_parent()
+    # The kernel ends this process when the sweep ends, even if the sweep is killed.
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(1)
     # User code may print: what it writes to stdout goes to stderr, and only replies to the sweep.
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
@@ -31,14 +35,6 @@ def main() -> None:
 
 def _send(stream: BinaryIO, reply: WorkerReply) -> None:
     stream.write(encode_line(reply))
-
-
-def _end_with_parent() -> None:
-    """Make the kernel end this process when the sweep ends, even if the sweep is killed."""
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit(1)
 
 
 if __name__ == "__main__":

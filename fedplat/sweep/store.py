@@ -23,16 +23,14 @@ from typing import Any, cast
 import msgspec
 
 from fedplat import forks
-from fedplat.config.decoding import prepare_type
+from fedplat.config import decoding, toml
 from fedplat.config.plugins import digests
-from fedplat.config.toml import format_value, shown_key
 from fedplat.errors import DataError
 from fedplat.simulation.api import versions
 from fedplat.simulation.recording import folder as folders
+from fedplat.sweep import schedule, worker
 from fedplat.sweep.file import SweepFile
 from fedplat.sweep.outcome import Outcome
-from fedplat.sweep.schedule import RunKey
-from fedplat.sweep.worker import OUTCOME
 
 SWEEP, RUNS = "sweep.json", "runs"
 
@@ -42,20 +40,20 @@ class SweepFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._outcomes: dict[RunKey, Outcome] = {}
+        self._outcomes: dict[schedule.RunKey, Outcome] = {}
 
     @property
     def runs(self) -> Path:
         """The folder of the run folders."""
         return self.folder / RUNS
 
-    def outcome(self, key: RunKey, until: int) -> Outcome | None:
+    def outcome(self, key: schedule.RunKey, until: int) -> Outcome | None:
         """Return the stored outcome of a run if it has reached a round (0: its end). Raises `DataError`."""
         known = self._outcomes.get(key)
         if known is None or not known.covers(until):
-            path = self.runs / key.folder / OUTCOME
+            path = self.runs / key.folder / worker.OUTCOME
             try:
-                known = msgspec.json.decode(path.read_bytes(), type=prepare_type(Outcome))
+                known = msgspec.json.decode(path.read_bytes(), type=decoding.prepare_type(Outcome))
             except FileNotFoundError:
                 return None
             except (OSError, msgspec.MsgspecError) as exc:
@@ -107,7 +105,7 @@ def open_folder(folder: Path, file: SweepFile) -> Generator[SweepFolder]:
 
 def _has_work(runs: Path) -> bool:
     """Return whether there is any work to lose: a sweep that failed at once may be corrected in the same folder."""
-    return any(runs.glob(f"*/{OUTCOME}")) or any(runs.glob(f"*/{folders.JOURNAL}/checkpoint-*"))
+    return any(runs.glob(f"*/{worker.OUTCOME}")) or any(runs.glob(f"*/{folders.JOURNAL}/checkpoint-*"))
 
 
 def _inputs(file: SweepFile) -> dict[str, Any]:
@@ -155,12 +153,12 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
         old, new = before.get(key), now.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             inner = _differences(cast(Mapping[str, Any], old), cast(Mapping[str, Any], new))
-            yield from ((f"{shown_key(key)}.{rest}", *values) for rest, *values in inner)
+            yield from ((f"{toml.shown_key(key)}.{rest}", *values) for rest, *values in inner)
         elif old != new:
-            yield shown_key(key), old, new
+            yield toml.shown_key(key), old, new
 
 
 def _format(value: Any) -> str:
     if isinstance(value, list) and len(text := str(value)) <= 60:
         return text
-    return "nothing" if value is None else format_value(value)
+    return "nothing" if value is None else toml.format_value(value)

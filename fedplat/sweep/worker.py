@@ -17,16 +17,14 @@ import msgspec
 from msgspec import Struct
 
 from fedplat import forks
+from fedplat.config import plugins, user_code
 from fedplat.config.decoding import prepare_type
-from fedplat.config.plugins import name_of
-from fedplat.config.user_code import wrap_errors
 from fedplat.errors import DataError, FedplatError, JobFileError, PausedError, PluginError, UserCodeError
-from fedplat.simulation.api import execute, prepare
+from fedplat.simulation import api, run_folder
 from fedplat.simulation.data import Dataset, DataSource, Federation, federation
 from fedplat.simulation.data.sources import SourcePaths
 from fedplat.simulation.recording import folder as folders
 from fedplat.simulation.recording.result import AttemptResult
-from fedplat.simulation.run_folder import RunFolderOptions
 from fedplat.simulation.scenario import file as files
 from fedplat.simulation.scenario.file import SimulationFile
 from fedplat.sweep.outcome import Objective, Outcome, list_metrics, summarize_attempts
@@ -111,7 +109,7 @@ class SweepWorker:
     def run(self, request: StepRequest, send: Send) -> WorkerReply:
         """Compute a run until the requested round, write its outcome, and return the final reply."""
         try:
-            with wrap_errors("the training"):
+            with user_code.wrap_errors("the training"):
                 self._run(request, send)
         except FedplatError as exc:
             return FailureReply(text=str(exc), is_usage=isinstance(exc, _USAGE_ERRORS))
@@ -137,15 +135,15 @@ class SweepWorker:
             if record.evaluation and file.job.evaluation.clients is None:
                 self._check_metric(attempts)  # after the first round already
 
-        options = RunFolderOptions(
+        options = run_folder.RunFolderOptions(
             folder,
             resume=(folder / folders.RUN).exists(),
             checkpoint_s=self._setup.checkpoint_s,
             pause_after=until if until < file.job.rounds else 0,
         )
         try:
-            with prepare(file, self._load_data(file)) as setup:
-                run = execute(file, setup, observe, options)
+            with api.prepare(file, self._load_data(file)) as setup:
+                run = api.execute(file, setup, observe, options)
         except PausedError:
             return self._summarize(attempts, until, "RUNNING")
         return self._summarize(run.result.attempts, 0, run.result.status)
@@ -191,7 +189,7 @@ class CachedSource:
             loaded = cast(object, self._source.load(place))
             if not isinstance(loaded, Dataset | Federation):
                 raise DataError(
-                    f'the source "{name_of(self._source)}" returned an object of type {type(loaded).__name__}; '
+                    f'the source "{plugins.name_of(self._source)}" returned an object of type {type(loaded).__name__}; '
                     "expected a Dataset or a Federation"
                 )
             self._loaded = loaded

@@ -11,21 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import nn
 
-from fedplat.aggregate import LocalAlgorithm, LocalAlgorithmOptions
+from fedplat import aggregate, errors
 from fedplat.aggregate.local import LossContext, LossFunction
 from fedplat.aggregate.scaffold import with_control
 from fedplat.client_state import ClientState
-from fedplat.errors import FedplatError
 from fedplat.model import Parameters
-from fedplat.pytorch.training import (
-    Learner,
-    LocalOptions,
-    LocalTraining,
-    TensorExamples,
-    Trainee,
-    build_guarded_algorithm,
-    train,
-)
+from fedplat.pytorch import training
 from fedplat.testing.errors import adopt, run_checks
 
 NUM_INPUTS, NUM_CLASSES = 6, 4
@@ -40,39 +31,39 @@ def make_module() -> nn.Module:
     return nn.Sequential(nn.Linear(NUM_INPUTS, 8), nn.Tanh(), nn.Linear(8, NUM_CLASSES))
 
 
-LEARNER = Learner(model=make_module)
+LEARNER = training.Learner(model=make_module)
 
 
 @dataclasses.dataclass(frozen=True)
 class AlgorithmUnderTest:
     """A local algorithm, created again for each check."""
 
-    make: Callable[[], LocalAlgorithmOptions]
+    make: Callable[[], aggregate.LocalAlgorithmOptions]
 
-    def options(self, **changes: object) -> LocalOptions:
+    def options(self, **changes: object) -> training.LocalOptions:
         """Return the options of a short training."""
         given = {"epochs": 2, "batch_size": 5, "learning_rate": 0.05, **changes}
-        return LocalOptions(**given, algorithm=self.make())  # pyright: ignore[reportArgumentType]
+        return training.LocalOptions(**given, algorithm=self.make())  # pyright: ignore[reportArgumentType]
 
-    def build(self) -> LocalAlgorithm:
+    def build(self) -> aggregate.LocalAlgorithm:
         """Return the algorithm; its functions check their results."""
-        return build_guarded_algorithm(self.options())
+        return training.build_guarded_algorithm(self.options())
 
     def train(
-        self, options: LocalOptions, client: int = 0, state: ClientState | None = None, size: int = 24
+        self, options: training.LocalOptions, client: int = 0, state: ClientState | None = None, size: int = 24
     ) -> Parameters:
         """Return the model after one client's training."""
         model = LEARNER.initial(seed=1)
         if options.build_algorithm().needs_control:
             model = with_control(model)
         inputs, targets = make_examples(client, size)
-        work = LocalTraining(
-            examples=TensorExamples(inputs, targets),
+        work = training.LocalTraining(
+            examples=training.TensorExamples(inputs, targets),
             options=options,
             seed=client,
             client_state=state or ClientState(),
         )
-        train(Trainee(LEARNER, seed=1), model, work)
+        training.train(training.Trainee(LEARNER, seed=1), model, work)
         return model
 
     def make_loss(self, targets: torch.Tensor) -> LossFunction | None:
@@ -95,9 +86,9 @@ def make_examples(client: int, size: int = 24) -> tuple[torch.Tensor, torch.Tens
     return inputs, torch.randint(0, NUM_CLASSES - 1, (size,), generator=generator)
 
 
-def check_algorithm(options: LocalAlgorithmOptions) -> None:
+def check_algorithm(options: aggregate.LocalAlgorithmOptions) -> None:
     """Check a local algorithm. Raises `ConformanceError` for the first check that fails."""
-    adopted = adopt(options, LocalAlgorithmOptions)
+    adopted = adopt(options, aggregate.LocalAlgorithmOptions)
     fields = {name: getattr(adopted, name) for name in getattr(adopted, "__struct_fields__", ())}
     run_checks(CHECKS, AlgorithmUnderTest(lambda: type(adopted)(**fields)))
 
@@ -107,7 +98,7 @@ def check_trainings_end_with_finite_weights(tested: AlgorithmUnderTest) -> Itera
     for size, batch_size in ((24, 5), (24, 0), (1, 5)):
         try:
             model = tested.train(tested.options(batch_size=batch_size), size=size)
-        except FedplatError as exc:
+        except errors.FedplatError as exc:
             yield str(exc)
             return
         for name, array in model.items():
@@ -219,7 +210,7 @@ def check_offsets_are_finite_for_all_gradients(tested: AlgorithmUnderTest) -> It
     for scale in SCALES:
         try:
             algorithm.perturb({name: scale * gradient for name, gradient in gradients.items()})
-        except FedplatError as exc:
+        except errors.FedplatError as exc:
             yield f"with gradients times {scale:g}: {exc}"
             return
 

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedplat.client_state import ClientState
-from fedplat.errors import ModelError
+from fedplat import client_state, errors
 from fedplat.model import Parameters
 from fedplat.pytorch.training import Learner, LocalOptions, LocalTraining, TensorExamples, Trainee, evaluate, train
 from fedplat.simulation.data import Federation
@@ -73,11 +72,11 @@ class FieldClients:
     def __init__(self, task: ClientTraining) -> None:
         self._task = task
         self._trainee = Trainee(cast(Learner, task.learner), seed=task.seed)
-        self._states: dict[int, ClientState] = {}
+        self._states: dict[int, client_state.ClientState] = {}
 
     def train(self, model: Parameters, task: ClientTask) -> LocalUpdate:
         """Return the update of a client, and store its state."""
-        state = self._states.get(task.client, ClientState())
+        state = self._states.get(task.client, client_state.ClientState())
         inputs, targets = map(torch.from_numpy, self._task.federation.examples(task.client))
         parameters = model.copy()
         training = LocalTraining(
@@ -90,7 +89,7 @@ class FieldClients:
             noise_seed=task.seed,
         )
         metrics = train(self._trainee, parameters, training)
-        self._states[task.client] = ClientState(state.contents)
+        self._states[task.client] = client_state.ClientState(state.contents)
         return LocalUpdate(parameters.minus(model), len(targets), metrics)
 
     def score(self, model: Parameters, task: ClientTask) -> LocalUpdate:
@@ -98,7 +97,7 @@ class FieldClients:
         data = self._task.federation
         part = data.held_out[task.client]
         examples = TensorExamples(torch.from_numpy(data.inputs[part]), torch.from_numpy(data.targets[part]))
-        state = self._states.get(task.client, ClientState())
+        state = self._states.get(task.client, client_state.ClientState())
         scores = evaluate(self._trainee, model, examples, client_state=state)
         return LocalUpdate(Parameters.from_arrays({}), len(part), scores)
 
@@ -255,7 +254,7 @@ def check_models_of_another_shape_are_refused(tested: EngineUnderTest) -> Iterat
     with tested.open(make_task()) as engine:
         try:
             engine.publish(0, Parameters.from_arrays({"other": np.zeros(3, np.float32)}))
-        except ModelError:
+        except errors.ModelError:
             return
     yield "publish() of a model with other tensors is accepted; expected a ModelError"
 

@@ -8,14 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from fedplat.errors import PluginError, UserCodeError
-from fedplat.simulation.clients.availability import (
-    Availability,
-    AvailabilityOptions,
-    CheckedAvailability,
-    Clients,
-    Spells,
-    build_availability,
-)
+from fedplat.simulation.clients import availability
 from fedplat.simulation.clients.distributions import Distribution, Floats, draw
 from fedplat.testing.errors import adopt, run_checks
 
@@ -28,20 +21,24 @@ DAY_S = 86_400.0
 class AvailabilityUnderTest:
     """An availability model."""
 
-    options: AvailabilityOptions
+    options: availability.AvailabilityOptions
 
-    def make(self, seed: int = 5) -> Availability:
+    def make(self, seed: int = 5) -> availability.Availability:
         """Build the model of a fleet, which checks each spell."""
-        model = build_availability(self.options, NUM_CLIENTS, np.random.default_rng(seed))
-        return model if isinstance(model, CheckedAvailability) else CheckedAvailability(model, "built-in")
+        model = availability.build_availability(self.options, NUM_CLIENTS, np.random.default_rng(seed))
+        return (
+            model
+            if isinstance(model, availability.CheckedAvailability)
+            else availability.CheckedAvailability(model, "built-in")
+        )
 
 
-def check_availability(options: AvailabilityOptions) -> None:
+def check_availability(options: availability.AvailabilityOptions) -> None:
     """Check an availability model. Raises `ConformanceError` for the first check that fails."""
-    run_checks(AVAILABILITY_CHECKS, AvailabilityUnderTest(adopt(options, AvailabilityOptions)))
+    run_checks(AVAILABILITY_CHECKS, AvailabilityUnderTest(adopt(options, availability.AvailabilityOptions)))
 
 
-def list_clients() -> tuple[Clients, Floats]:
+def list_clients() -> tuple[availability.Clients, Floats]:
     """Return all clients, and a moment for each, within a few days."""
     return np.arange(NUM_CLIENTS), np.random.default_rng(1).uniform(0.0, 3 * DAY_S, NUM_CLIENTS)
 
@@ -102,7 +99,7 @@ def check_availability_leaves_its_arguments_alone(tested: AvailabilityUnderTest)
         yield f"{exc}; expected that the arguments are only read"
 
 
-def _equal(left: Spells, right: Spells) -> bool:
+def _equal(left: availability.Spells, right: availability.Spells) -> bool:
     return all(np.array_equal(*pair) for pair in zip(left, right, strict=True))
 
 

@@ -10,9 +10,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from fedplat.claims import check_metrics
+from fedplat import claims, model
 from fedplat.learner import ArrayLearner, Config, Data
-from fedplat.model import Parameters
 from fedplat.testing.errors import ConformanceError, run_checks
 
 _SEED = 7
@@ -26,7 +25,7 @@ class LearnerUnderTest:
     data: Data
     config: Config
 
-    def train(self, seed: int = _SEED, data: Data | None = None) -> tuple[Parameters, Mapping[str, float]]:
+    def train(self, seed: int = _SEED, data: Data | None = None) -> tuple[model.Parameters, Mapping[str, float]]:
         """Train the initial model on copies of the examples; return it and the metrics."""
         parameters = self.learner.initial(_SEED)
         inputs, targets = self.data if data is None else data
@@ -47,7 +46,7 @@ def check_learner(learner: ArrayLearner, data: Data, config: Config | None = Non
 def check_the_initial_model_is_stable(tested: LearnerUnderTest) -> Iterator[str]:
     """Require finite values, and equal bits for equal seeds: every process of a simulation creates the model."""
     first, second = (tested.learner.initial(_SEED) for _ in range(2))
-    if not isinstance(cast(object, first), Parameters):
+    if not isinstance(cast(object, first), model.Parameters):
         yield f"initial() returned a {type(first).__name__}; expected fedplat.model.Parameters"
         return
     if not first:
@@ -128,7 +127,7 @@ def check_it_can_be_pickled(tested: LearnerUnderTest) -> Iterator[str]:
 def _mistakes_in_metrics(function: str, metrics: Any) -> Iterator[str]:
     if not isinstance(metrics, Mapping):
         yield f"{function}() returned a {type(metrics).__name__}; expected metrics, a mapping of numbers"
-    elif mistake := check_metrics({str(name): float(value) for name, value in metrics.items()}):
+    elif mistake := claims.check_metrics({str(name): float(value) for name, value in metrics.items()}):
         yield f"{function}() returned {mistake}"
 
 

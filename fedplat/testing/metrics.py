@@ -9,9 +9,8 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import torch
 
+from fedplat import errors, metrics
 from fedplat.config.decoding import prepare_type
-from fedplat.errors import PluginError, UserCodeError
-from fedplat.metrics import Metric
 from fedplat.pytorch.training import Scores, Sums
 from fedplat.testing.errors import adopt, run_checks
 
@@ -23,7 +22,7 @@ ROUNDING = 1e-6
 class MetricUnderTest:
     """A metric, and examples."""
 
-    metric: Metric
+    metric: metrics.Metric
     outputs: torch.Tensor
     targets: torch.Tensor
 
@@ -45,13 +44,13 @@ class MetricUnderTest:
         return [range(start, min(start + size, total)) for start in range(0, total, size)]
 
 
-def check(metric: Metric, outputs: torch.Tensor | None, targets: torch.Tensor | None) -> None:
+def check(metric: metrics.Metric, outputs: torch.Tensor | None, targets: torch.Tensor | None) -> None:
     """Check a metric: see `fedplat.testing.check_metric`."""
     generator = torch.Generator().manual_seed(1)
     if outputs is None or targets is None:
         outputs = torch.randn(NUM_EXAMPLES, NUM_CLASSES, generator=generator)
         targets = torch.randint(NUM_CLASSES, (NUM_EXAMPLES,), generator=generator)
-    run_checks(CHECKS, MetricUnderTest(adopt(metric, Metric), outputs, targets))
+    run_checks(CHECKS, MetricUnderTest(adopt(metric, metrics.Metric), outputs, targets))
 
 
 def check_values_are_numbers(tested: MetricUnderTest) -> Iterator[str]:
@@ -60,7 +59,7 @@ def check_values_are_numbers(tested: MetricUnderTest) -> Iterator[str]:
     for examples in (range(total), range(1)):
         try:
             found = tested.compute(examples)
-        except (PluginError, UserCodeError) as exc:
+        except (errors.PluginError, errors.UserCodeError) as exc:
             yield str(exc)
             return
         if not found:
@@ -117,7 +116,7 @@ def check_a_diverged_model_is_measured(tested: MetricUnderTest) -> Iterator[str]
     diverged = dataclasses.replace(tested, outputs=torch.full_like(tested.outputs, math.nan))
     try:
         diverged.compute(range(len(tested.targets)))
-    except (PluginError, UserCodeError) as exc:
+    except (errors.PluginError, errors.UserCodeError) as exc:
         yield f"for outputs that are NaN, {exc}; expected a number, which may be NaN"
 
 

@@ -13,18 +13,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from fedplat.aggregate import (
-    Accumulator,
-    Contribution,
-    Partial,
-    Rule,
-    RuleOptions,
-    State,
-    first_columns,
-    restrict_to_mean,
-    state_from_bytes,
-    state_to_bytes,
-)
+from fedplat import aggregate
 from fedplat.model import BLOCK, WINDOW, Blocks, Parameters, Vector, VectorBlocks
 from fedplat.testing.errors import adopt, run_checks, wrap_errors
 
@@ -34,14 +23,14 @@ NUM_UPDATES = 5
 ROUNDING = 2e-6
 """Largest difference, relative to the largest entry, that the order of float32 sums may cause."""
 
-Updates = Sequence[tuple[Vector, Contribution]]
+Updates = Sequence[tuple[Vector, aggregate.Contribution]]
 
 
 @dataclasses.dataclass(frozen=True)
 class RuleUnderTest:
     """A rule, created again for each check; `metrics` are those of every report."""
 
-    make: Callable[[], Rule]
+    make: Callable[[], aggregate.Rule]
     metrics: Mapping[str, float]
     works_on_mean: bool
 
@@ -51,7 +40,7 @@ class RuleUnderTest:
         return [
             (
                 rng.normal(0.02, 0.1, size).astype(np.float32),
-                Contribution(
+                aggregate.Contribution(
                     weight=float(1 + 2 * index),
                     num_examples=10.0 * (1 + index),
                     metrics={name: value * (1 + index) for name, value in self.metrics.items()},
@@ -63,19 +52,19 @@ class RuleUnderTest:
         ]
 
 
-def check_rule(options: RuleOptions, metrics: Mapping[str, float] | None = None) -> None:
+def check_rule(options: aggregate.RuleOptions, metrics: Mapping[str, float] | None = None) -> None:
     """Check an aggregation rule. Raises `ConformanceError` for the first check that fails.
 
     `metrics` are added to the metrics of each report, which has those that the rule requires.
     """
-    options = adopt(options, RuleOptions)
+    options = adopt(options, aggregate.RuleOptions)
     with wrap_errors("build"):
         first = options.build()
     reported = {**dict.fromkeys(sorted(first.metrics), 2.0), **(metrics or {})}
     run_checks(CHECKS, RuleUnderTest(options.build, reported, options.works_on_mean))
 
 
-def fold(rule: Rule, updates: Updates) -> Partial:
+def fold(rule: aggregate.Rule, updates: Updates) -> aggregate.Partial:
     """Return the partial result of all updates."""
     partial = rule.start(SIZE)
     for update, contribution in updates:
@@ -83,7 +72,7 @@ def fold(rule: Rule, updates: Updates) -> Partial:
     return partial
 
 
-def fold_and_gather(rule: Rule, updates: Updates, state: State) -> Partial:
+def fold_and_gather(rule: aggregate.Rule, updates: Updates, state: aggregate.State) -> aggregate.Partial:
     """Return the partial result that `apply` receives, also of a rule that gathers."""
     partial = fold(rule, updates)
     if rule.gather is None:
@@ -91,13 +80,15 @@ def fold_and_gather(rule: Rule, updates: Updates, state: State) -> Partial:
     return rule.gather({name: VectorBlocks(vector) for name, vector in state.items()}, partial)
 
 
-def step(rule: Rule, updates: Updates, state: State | None = None) -> tuple[Vector, State]:
+def step(
+    rule: aggregate.Rule, updates: Updates, state: aggregate.State | None = None
+) -> tuple[Vector, aggregate.State]:
     """Return the step and the next state of an attempt."""
     state = rule.init(SIZE) if state is None else state
     return rule.apply(state, fold_and_gather(rule, updates, state))
 
 
-def _try_step(rule: Rule, updates: Updates) -> Vector | None:
+def _try_step(rule: aggregate.Rule, updates: Updates) -> Vector | None:
     """Return the step, or None if the rule refuses the updates."""
     try:
         with np.errstate(all="ignore"):
@@ -130,7 +121,7 @@ def check_vectors_are_float32_of_the_models_length(rule: RuleUnderTest) -> Itera
 def check_the_same_input_gives_the_same_bits(rule: RuleUnderTest) -> Iterator[str]:
     """Require that another process, which computes the attempt again after a crash, has the same result."""
     one, two = (step(rule.make(), rule.updates(0)) for _ in range(2))
-    if one[0].tobytes() != two[0].tobytes() or state_to_bytes(one[1]) != state_to_bytes(two[1]):
+    if one[0].tobytes() != two[0].tobytes() or aggregate.state_to_bytes(one[1]) != aggregate.state_to_bytes(two[1]):
         yield "two rules with the same options and updates return different bits; expected no randomness and no clock"
 
 
@@ -138,7 +129,7 @@ def check_all_memory_is_in_the_state(rule: RuleUnderTest) -> Iterator[str]:
     """Require that a server that restarts, and so has only the stored state, continues with the same bits."""
     kept = rule.make()
     _, state = step(kept, rule.updates(0))
-    restored, _ = state_from_bytes(state_to_bytes(state)) if state else ({}, None)
+    restored, _ = aggregate.state_from_bytes(aggregate.state_to_bytes(state)) if state else ({}, None)
     continued, restarted = step(kept, rule.updates(1), state), step(rule.make(), rule.updates(1), restored)
     if continued[0].tobytes() != restarted[0].tobytes():
         yield "after a restart, the second step differs; expected all memory in the vectors that apply() returns"
@@ -194,13 +185,13 @@ def check_merged_parts_equal_the_whole(rule: RuleUnderTest) -> Iterator[str]:
         "an empty part + the rest": lambda: made.merge(made.start(SIZE), fold(made, updates)),
     }
 
-    def one() -> Partial:
+    def one() -> aggregate.Partial:
         return fold(made, updates[:1])
 
-    def two() -> Partial:
+    def two() -> aggregate.Partial:
         return fold(made, updates[1:3])
 
-    def three() -> Partial:
+    def three() -> aggregate.Partial:
         return fold(made, updates[3:])
 
     for name, merged in cuts.items():
@@ -349,11 +340,11 @@ def check_blockwise_rules_give_the_bits_of_the_whole(rule: RuleUnderTest) -> Ite
     if not made.blockwise or made.gather is not None:
         return
     base = Parameters.from_arrays({"weight": np.zeros(SIZE, np.float32)})
-    accumulator = Accumulator(base.schema, made)
+    accumulator = aggregate.Accumulator(base.schema, made)
     updates = rule.updates(0)
     for update, contribution in updates:
         accumulator.fold(Parameters.from_arrays({"weight": update}), contribution)
-    parts = [part.model.tobytes() for part in accumulator.parts(base, first_columns(made, SIZE))]
+    parts = [part.model.tobytes() for part in accumulator.parts(base, aggregate.first_columns(made, SIZE))]
     whole = base.plus(step(made, updates)[0]).to_bytes()
     if base.schema.header + b"".join(parts) != whole:
         yield (
@@ -367,7 +358,7 @@ def check_rules_on_the_mean_see_only_the_mean(rule: RuleUnderTest) -> Iterator[s
     if not rule.works_on_mean:
         return
     made, updates = rule.make(), rule.updates(0)
-    if (found := _difference(step(restrict_to_mean(made), updates)[0], step(made, updates)[0])) > ROUNDING:
+    if (found := _difference(step(aggregate.restrict_to_mean(made), updates)[0], step(made, updates)[0])) > ROUNDING:
         yield (
             f"with only the mean of the updates the step differs by {found:.1e}; expected a rule that uses nothing "
             "else, or works_on_mean = False"

@@ -61,7 +61,8 @@ class MlflowTracker(Tracker):
         self._steps: dict[str, set[int]] = {}
         try:
             with self._translate():
-                self._client = MlflowClient(tracking_uri=_quote_path(uri))
+                # MLflow would take the path of a folder for a quoted one.
+                self._client = MlflowClient(tracking_uri=uri if _NO_PATH.match(uri) else Path(uri).absolute().as_uri())
         except ModuleNotFoundError as exc:
             raise MissingExtraError(
                 f"{self._place} needs the package {exc.name}; install it, or use the address of a tracking server"
@@ -140,11 +141,6 @@ def clean_name(name: str) -> str:
     'clients/top 5 ___'
     """
     return _NOT_IN_NAMES.sub("_", name)
-
-
-def _quote_path(uri: str) -> str:
-    """Return the URI of a folder, which MLflow would take for a quoted one; anything else as it is."""
-    return uri if _NO_PATH.match(uri) else Path(uri).absolute().as_uri()
 
 
 def hide_password(uri: str) -> str:

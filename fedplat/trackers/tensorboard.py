@@ -8,8 +8,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from fedplat.errors import MissingExtraError, TrackerError
-from fedplat.extras import install_command
+from fedplat import errors, extras
 from fedplat.trackers.tracker import RoundMetrics, RunStatus, Tracker
 
 _SUFFIX = ".fedplat"
@@ -26,8 +25,8 @@ class TensorBoardTracker(Tracker):
         try:
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ModuleNotFoundError as exc:
-            raise MissingExtraError(
-                f"event files need the package tensorboard; install it with: {install_command('tensorboard')}"
+            raise errors.MissingExtraError(
+                f"event files need the package tensorboard; install it with: {extras.install_command('tensorboard')}"
             ) from exc
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -35,7 +34,7 @@ class TensorBoardTracker(Tracker):
                 old.unlink()
             self._writer: Any = EventFileWriter(str(folder), flush_secs=5, filename_suffix=_SUFFIX)
         except OSError as exc:
-            raise TrackerError(f"event files cannot be written to {folder}: {exc.strerror or exc}") from exc
+            raise errors.TrackerError(f"event files cannot be written to {folder}: {exc.strerror or exc}") from exc
 
     @override
     def log(self, rounds: Sequence[RoundMetrics]) -> None:

@@ -16,19 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 from fedplat import forks
-from fedplat_server import __version__, dashboard_process, logs, retries
+from fedplat_server import __version__, dashboard_process, errors, logs, retries
 from fedplat_server.auth import tls
 from fedplat_server.config import ServerConfig
 from fedplat_server.database.engine import async_url, sqlite_path
 from fedplat_server.database.store import Store
 from fedplat_server.database.store import open_store as _open_store
-from fedplat_server.errors import (
-    BlobUnavailableError,
-    ConfigError,
-    LeadershipLostError,
-    StoreError,
-    StoreUnavailableError,
-)
 from fedplat_server.leader.leader import Leader
 from fedplat_server.leader.parts import Mandate, make_parts
 from fedplat_server.leadership import Election, open_election
@@ -122,7 +115,7 @@ class Daemon:
             return
         try:
             options = dashboard_process.make_options(self._config, self.port)
-        except (ConfigError, OSError) as exc:
+        except (errors.ConfigError, OSError) as exc:
             logs.get().error("the dashboard cannot be started", reason=str(exc))
         else:
             await dashboard_process.supervise(options)
@@ -153,7 +146,7 @@ class Daemon:
                     return
                 await self._wait_unless_stopped(asyncio.shield(leader.runner_task), lease_task)
                 await self._drain(endpoint, leader)
-        except (LeadershipLostError, StoreUnavailableError, BlobUnavailableError) as exc:
+        except (errors.LeadershipLostError, errors.StoreUnavailableError, errors.BlobUnavailableError) as exc:
             if not self.started.is_set():  # it has served no caller yet: end with a clear error, do not wait
                 raise
             logs.get().error("this daemon no longer leads the jobs", term=held_lease.lease.term, reason=str(exc))
@@ -230,7 +223,9 @@ class Daemon:
         leader.release_calls()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(leader.wait_for_commits(), grace_s)
-        with contextlib.suppress(StoreError, TimeoutError):  # the server ends even if it cannot write its audit row
+        with contextlib.suppress(
+            errors.StoreError, TimeoutError
+        ):  # the server ends even if it cannot write its audit row
             async with asyncio.timeout(max(grace_s, FAREWELL_S)):
                 await leader.finish_audit()
                 await _note(leader.store, audit.AuditAction.SERVER_STOPPED)
@@ -243,7 +238,7 @@ async def _sever_if_lost(store: Store) -> AsyncGenerator[None]:
     """Cut the database connections if the lead is lost, so that nothing waits for a database that may be the cause."""
     try:
         yield
-    except LeadershipLostError:
+    except errors.LeadershipLostError:
         await store.sever()
         raise
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import queue
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import grpc
+import msgspec
 import pytest
 
 from fedplat_server.errors import PoolMemoryError, PoolUnavailableError, PoolWorkError
@@ -101,6 +105,23 @@ async def test_a_task_that_is_left_is_cancelled_and_one_that_is_finished_is_not(
             event = await next_event(listener)
             kinds[event.task] = event.kind
     assert kinds in ({2: "start"}, {1: "end", 2: "start"})
+
+
+async def test_ranks_end_when_the_daemon_has_read_the_reason(listener: Rank0Listener, tmp_path: Path) -> None:
+    messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    messages.put(msgspec.msgpack.encode(protocol.StartTask("aggregate", b"", "auto")))
+    path = protocol.socket_path(tmp_path)
+    with protocol.short_path(path) as name, grpc.insecure_channel(f"unix:{name}") as channel:
+        call: Any = channel.stream_stream(f"/{protocol.SERVICE}/Run")(iter(messages.get, None))
+        await next_event(listener)
+        ending = asyncio.create_task(asyncio.to_thread(listener.refuse_all, protocol.TaskRefusal("too large")))
+        responses = iter(call)
+        await asyncio.to_thread(next, responses)
+        done, _ = await asyncio.wait([ending], timeout=0.3)
+        assert not done, "the ranks may end though nothing says that the reason was read"
+        messages.put(None)  # as the daemon does after the reason
+        assert await asyncio.to_thread(list, responses) == []
+        await ending
 
 
 async def test_the_reason_arrives_though_the_daemon_still_sends_messages(

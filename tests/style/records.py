@@ -32,7 +32,7 @@ def unprepared(source: Source) -> Iterator[ast.Call]:
         if not isinstance(call, ast.Call) or id(call) not in within:
             continue
         for kind in decoded_types(call):
-            is_prepared = isinstance(kind, ast.Call) and ast.unparse(kind.func) == "prepare_type"
+            is_prepared = isinstance(kind, ast.Call) and ast.unparse(kind.func).endswith("prepare_type")
             if not is_prepared and not is_plain(kind):
                 yield call
 

@@ -209,6 +209,7 @@ def test_an_exception_that_is_not_needed_or_has_no_reason_is_found(text: str, re
         ("msgspec.json.Decoder(type=list[Job])", False),
         ("msgspec.convert(value, dict[str, Job])", False),
         ("msgspec.convert(value, prepare_type(Job))", True),
+        ("msgspec.convert(value, decoding.prepare_type(Job))", True),
         ("msgspec.json.decode(text, type=dict[str, int])", True),
         ("msgspec.json.decode(text)", True),
         ("other.decode(text, type=Job)", True),

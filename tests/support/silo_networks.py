@@ -213,6 +213,8 @@ class Networks:
     stack: contextlib.ExitStack
     patience_s: float = 60.0
     """The time of a phase."""
+    time: Time | None = None
+    """The clock of `impatient_networks_in`."""
 
     def add(
         self,
@@ -293,5 +295,5 @@ def impatient_networks_in(folder: Path) -> Generator[Networks]:
     """The same with a clock that only waits move, and a relay that does not wait."""
     time = Time()
     with networks_in(folder, ClientOptions(clock=time.clock, wait=time.wait)) as networks:
-        networks.relay.longest_wait_s, networks.patience_s = 0.0, 5.0
+        networks.relay.longest_wait_s, networks.patience_s, networks.time = 0.0, 5.0, time
         yield networks

@@ -43,7 +43,9 @@ class AssignmentWorker:
         fields = _fields(assignment)
         span = functools.partial(spans.start, assignment.traceparent)
         work = AssignedWork(parts=parts, assignment=assignment, control=control, span=span, fields=fields)
-        name = _describe(assignment)
+        kind = "evaluation" if assignment.task == fleet_pb2.TASK_EVALUATE else "training"
+        text = f"{kind} with {assignment.trainer} in round {assignment.round} of the job {assignment.job_name}"
+        name = texts.printable(text)  # the server chooses the names
         _logger.info("The task started: %s.", name, extra=fields)
         try:
             with guard(control, "the client could not finish the task"):
@@ -75,13 +77,6 @@ class AssignmentWorker:
                 return
             if parts.options.wait(parts.stop, backoff.next_s()):
                 return
-
-
-def _describe(assignment: fleet_pb2.Assignment) -> str:
-    """Return what an assignment is, for a log that has no fields."""
-    kind = "evaluation" if assignment.task == fleet_pb2.TASK_EVALUATE else "training"
-    text = f"{kind} with {assignment.trainer} in round {assignment.round} of the job {assignment.job_name}"
-    return texts.printable(text)  # the server chooses the names
 
 
 def _fields(assignment: fleet_pb2.Assignment) -> dict[str, object]:

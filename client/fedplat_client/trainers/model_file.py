@@ -51,7 +51,8 @@ def share_model(ranks: Ranks, model: Parameters | None = None) -> Generator[Para
             chunks = _receive(ranks, sizes) if model is None else _send(ranks, model, writers[1:])
             steps = _write(own / "model.safetensors", chunks)
         else:
-            steps = _wait(sizes)
+            # as many empty steps as `_write` has
+            steps = itertools.repeat(None, sum(1 for size in sizes for _ in _split(size)) // _STEP_CHUNKS)
         work_in_steps(ranks, steps, "the model's file")
         folders = ranks.all_gather(b"" if own is None else os.fsencode(own))
         path = Path(os.fsdecode(folders[hosts.index(hosts[ranks.rank])])) / "model.safetensors"
@@ -138,11 +139,6 @@ def _write(path: Path, chunks: Iterator[memoryview]) -> Iterator[None]:
                 yield
     if failure is not None:
         raise failure
-
-
-def _wait(sizes: list[int]) -> Iterator[None]:
-    """Have as many empty steps as `_write` has."""
-    return itertools.repeat(None, sum(1 for size in sizes for _ in _split(size)) // _STEP_CHUNKS)
 
 
 def _send(ranks: Ranks, model: Parameters, writers: list[int]) -> Iterator[memoryview]:

@@ -70,32 +70,8 @@ ROBUST_RULES: Mapping[str, type[RobustRule]] = by_name(
 PRE_AGGREGATORS: Mapping[str, type[PreAggregator]] = by_name(Bucketing, NearestNeighbours)
 """The options record of each built-in pre-aggregator, by its name in a job file."""
 
-define(
-    Kind(
-        "robust-rules",
-        "name",
-        "a robust rule",
-        RobustRule,
-        (
-            "fewest",
-            "build",
-        ),
-        ROBUST_RULES,
-    )
-)
-define(
-    Kind(
-        "pre-aggregators",
-        "name",
-        "a pre-aggregator",
-        PreAggregator,
-        (
-            "rows_of",
-            "build",
-        ),
-        PRE_AGGREGATORS,
-    )
-)
+define(Kind("robust-rules", "name", "a robust rule", RobustRule, ("fewest", "build"), ROBUST_RULES))
+define(Kind("pre-aggregators", "name", "a pre-aggregator", PreAggregator, ("rows_of", "build"), PRE_AGGREGATORS))
 
 MAX_ROBUST_UPDATES = 1000
 """Maximum number of updates of a robust rule: their files are all open at once, and the work grows quadratically."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 
-from fedplat.dashboard import formats
+from fedplat.dashboard import formats, rendering
 from fedplat.dashboard.charts import Chart, ChartSeries
-from fedplat.dashboard.rendering import Page
 from fedplat.dashboard.visit import PAGE_SIZE, Visit
 from fedplat.wire.v1 import admin_pb2
 
@@ -17,7 +16,7 @@ MAX_POPULATIONS = 6
 """Lines in the chart of availability: the largest populations."""
 
 
-def show_fleet(visit: Visit) -> Page:
+def show_fleet(visit: Visit) -> rendering.Page:
     """Return the page `/fleet`."""
     population = visit.text("population")
     days = visit.choice("days", DAYS) or "7"
@@ -34,7 +33,7 @@ def show_fleet(visit: Visit) -> Page:
         "chart": availability(fleet),
         "num_clients": sum(each.num_clients for each in fleet.populations),
     }
-    return Page("fleet.html", "Fleet", data, section="fleet", has_charts=True)
+    return rendering.Page("fleet.html", "Fleet", data, section="fleet", has_charts=True)
 
 
 def availability(fleet: admin_pb2.ShowFleetResponse) -> Chart | None:
@@ -56,7 +55,7 @@ def availability(fleet: admin_pb2.ShowFleetResponse) -> Chart | None:
     return Chart("availability", "Clients seen by hour", sentence + ".", hours, series, "time", "count")
 
 
-def list_clients(visit: Visit) -> Page:
+def list_clients(visit: Visit) -> rendering.Page:
     """Return the page `/clients`."""
     label = visit.text("label")
     name, sign, value = label.partition("=")
@@ -78,10 +77,10 @@ def list_clients(visit: Visit) -> Page:
         "label_problem": "" if sign or not label else "a label is written as name=value, such as region=eu",
         "pager": visit.pager(len(found.clients), found.total, found.next_page_token),
     }
-    return Page("clients.html", "Clients", data, section="fleet")
+    return rendering.Page("clients.html", "Clients", data, section="fleet")
 
 
-def show_client(visit: Visit) -> Page:
+def show_client(visit: Visit) -> rendering.Page:
     """Return the page of a client."""
     client = visit.server.show_client(visit.names["client"])
     found = visit.server.page(
@@ -92,4 +91,4 @@ def show_client(visit: Visit) -> Page:
         "assignments": found.assignments,
         "pager": visit.pager(len(found.assignments), found.total, found.next_page_token),
     }
-    return Page("client.html", f"Client {client.client_id}", data, section="fleet")
+    return rendering.Page("client.html", f"Client {client.client_id}", data, section="fleet")

@@ -116,11 +116,7 @@ def list_rounds(visit: Visit) -> Page:
     """Return the page with all attempts of a job."""
     job = visit.source.show_job(visit.names["job"])
     request = admin_pb2.ListRoundsRequest(
-        job=job.job_id,
-        all_attempts=True,
-        newest_first=True,
-        page_size=PAGE_SIZE,
-        page_token=visit.paging.token,
+        job=job.job_id, all_attempts=True, newest_first=True, page_size=PAGE_SIZE, page_token=visit.paging.token
     )
     found = visit.source.page(request)
     pager = visit.pager(len(found.rounds), found.total, found.next_page_token)

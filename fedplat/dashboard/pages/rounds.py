@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from fedplat.admin import descriptions
-from fedplat.dashboard import formats
+from fedplat.dashboard import formats, rendering
 from fedplat.dashboard.pages.jobs import outcome_counts
-from fedplat.dashboard.rendering import Page
 from fedplat.dashboard.visit import OptionalResult, Visit, call_if_supported, parse_number
 from fedplat.wire.v1 import admin_pb2
 
@@ -47,7 +46,7 @@ class TimelineRow:
     text: str
 
 
-def show_round(visit: Visit) -> Page:
+def show_round(visit: Visit) -> rendering.Page:
     """Return the page of an attempt: the last one of the round, unless the parameter `attempt` names another."""
     job = visit.source.show_job(visit.names["job"])
     round_, attempt = visit.number("round"), parse_number(visit.text("attempt") or "0")
@@ -86,7 +85,7 @@ def show_round(visit: Visit) -> Page:
         "state": state,
         "pager": visit.pager(len(found.assignments), found.total, found.next_page_token),
     }
-    return Page("round.html", f"Round {round_} of {job.name}", data, section="jobs", job=job.job_id)
+    return rendering.Page("round.html", f"Round {round_} of {job.name}", data, section="jobs", job=job.job_id)
 
 
 def draw_funnel(each: admin_pb2.Round) -> list[FunnelBar]:

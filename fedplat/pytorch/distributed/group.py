@@ -22,8 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import distributed
 
-from fedplat import texts
-from fedplat.errors import TrainingError
+from fedplat import errors, texts
 from fedplat.pytorch.distributed import launchers
 
 Backend: TypeAlias = Literal["auto", "gloo", "nccl", "mpi"]
@@ -256,15 +255,11 @@ def prove_key(ranks: Ranks, key: bytes) -> None:
     mine = secrets.token_bytes(_PROOF_BYTES)
     # With several network interfaces there is a connection for each.
     for tag in range(os.environ.get("GLOO_SOCKET_IFNAME", "").count(",") + 1):
-        theirs = _exchange(ranks, dict.fromkeys(_other_ranks(ranks), mine), tag)
+        theirs = _exchange(ranks, dict.fromkeys([rank for rank in range(ranks.size) if rank != ranks.rank], mine), tag)
         proofs = {peer: _proof(key, (ranks.rank, peer), (mine, theirs[peer])) for peer in theirs}
         for peer, proof in _exchange(ranks, proofs, tag).items():
             if not hmac.compare_digest(proof, _proof(key, (peer, ranks.rank), (theirs[peer], mine))):
                 raise PermissionError(f"the process connected as rank {peer} does not have the ranks' key")
-
-
-def _other_ranks(ranks: Ranks) -> list[int]:
-    return [rank for rank in range(ranks.size) if rank != ranks.rank]
 
 
 def _proof(key: bytes, places: tuple[int, int], nonces: tuple[bytes, bytes]) -> bytes:
@@ -305,4 +300,4 @@ def work_in_steps(ranks: Ranks, steps: Iterator[object], what: str) -> None:
             text = texts.describe(exc)
         for rank, error in enumerate(ranks.all_gather(text.encode())):
             if error:
-                raise TrainingError(f"{what} cannot be used on rank {rank}: {error.decode()}")
+                raise errors.TrainingError(f"{what} cannot be used on rank {rank}: {error.decode()}")

@@ -19,8 +19,7 @@ from typing_extensions import override
 
 from fedplat.config.decoding import prepare_type
 from fedplat.model import BLOCK, WINDOW, Vector
-from fedplat.pytorch.distributed.group import Ranks
-from fedplat.pytorch.distributed.vectors import VectorLayout, Vectors, split_columns
+from fedplat.pytorch.distributed import group, vectors
 
 PAGE_ENTRIES = mmap.PAGESIZE // 4
 """Entries of a page; each vector starts on a page boundary."""
@@ -36,10 +35,10 @@ class SharedFile(msgspec.Struct, frozen=True):
     inode: int = 0
 
 
-class SharedMemoryVectors(Vectors):
+class SharedMemoryVectors(vectors.Vectors):
     """Vectors that each process reads in the memory of the others, without sending or copying before the addition."""
 
-    def __init__(self, ranks: Ranks, layout: VectorLayout, files: Sequence[mmap.mmap]) -> None:
+    def __init__(self, ranks: group.Ranks, layout: vectors.VectorLayout, files: Sequence[mmap.mmap]) -> None:
         """`files` are those of all processes, in the order of ranks."""
         super().__init__(ranks, layout)
         self._files = [_split(file, layout.slots(process), layout.size) for process, file in enumerate(files)]
@@ -97,13 +96,13 @@ class SharedMemoryVectors(Vectors):
                 if total is not terms[0]:
                     np.copyto(total[columns], terms[0][columns])
             elif len(terms) == 2:
-                for part in split_columns(columns, WINDOW):
+                for part in vectors.split_columns(columns, WINDOW):
                     np.add(terms[0][part], terms[1][part], out=total[part])
             else:
                 _add_many(terms, total, columns)
 
 
-def share(ranks: Ranks, layout: VectorLayout) -> SharedMemoryVectors | None:
+def share(ranks: group.Ranks, layout: vectors.VectorLayout) -> SharedMemoryVectors | None:
     """Return zeros in shared memory; None, in every process, if one of them cannot map the memory of another.
 
     All processes have to call it.
@@ -122,7 +121,7 @@ def share(ranks: Ranks, layout: VectorLayout) -> SharedMemoryVectors | None:
     return SharedMemoryVectors(ranks, layout, files) if files is not None and all(has_mapped) else None
 
 
-def share_vector(ranks: Ranks, size: int) -> torch.Tensor | None:
+def share_vector(ranks: group.Ranks, size: int) -> torch.Tensor | None:
     """Return one float32 vector of zeros that all processes read and write, without locks.
 
     None, in every process, if one of them cannot map it. All processes have to call it.
@@ -149,7 +148,7 @@ def share_vector(ranks: Ranks, size: int) -> torch.Tensor | None:
 def _add_many(terms: Sequence[Vector], total: Vector, columns: slice) -> None:
     # `total` may be one of the terms, so it must not be overwritten before that term is added.
     scratch = np.empty(BLOCK, np.float32)
-    for part in split_columns(columns, BLOCK):
+    for part in vectors.split_columns(columns, BLOCK):
         block = scratch[: part.stop - part.start]
         np.add(terms[0][part], terms[1][part], out=block)
         for term in terms[2:-1]:
@@ -183,7 +182,7 @@ def _describe(descriptor: int | None) -> SharedFile:
     return SharedFile(f"{boot} {namespace}", os.getpid(), descriptor, status.st_dev, status.st_ino)
 
 
-def _offer(ranks: Ranks, descriptor: int | None) -> list[SharedFile]:
+def _offer(ranks: group.Ranks, descriptor: int | None) -> list[SharedFile]:
     """Return the files of all processes, in the order of ranks."""
     contents = ranks.all_gather(msgspec.msgpack.encode(_describe(descriptor)))
     return [msgspec.msgpack.decode(each, type=prepare_type(SharedFile)) for each in contents]

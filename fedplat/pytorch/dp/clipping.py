@@ -198,7 +198,7 @@ def _forward(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
 def _sample(module: nn.Module, parameter: nn.Parameter, num_examples: int) -> torch.Tensor:
     """Return a parameter's gradients of single examples, [examples, ...]."""
     sample = cast(Any, parameter).grad_sample
-    name = f"the parameter {_name_of(module, parameter)!r}"
+    name = f"the parameter {next(name for name, each in module.named_parameters() if each is parameter)!r}"
     if not isinstance(sample, torch.Tensor):
         raise ModelError(_UNUSED.format(name))
     _check_count(name, len(sample), num_examples)
@@ -239,10 +239,6 @@ def _check_count(name: str, count: int, num_examples: int) -> None:
             f"{name} has {count} gradients for a batch of {num_examples} examples; expected layers that keep examples "
             "in the first dimension, as with batch_first=True"
         )
-
-
-def _name_of(module: nn.Module, parameter: nn.Parameter) -> str:
-    return next(name for name, each in module.named_parameters() if each is parameter)
 
 
 def _zeros(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:

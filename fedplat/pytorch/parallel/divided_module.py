@@ -16,22 +16,17 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
+from fedplat import errors, local_options, model
 from fedplat.aggregate.local import CONTROL, LocalAlgorithm
 from fedplat.client_state import ClientState
-from fedplat.errors import ModelError
-from fedplat.local_options import LocalOptions
-from fedplat.model import Parameters
-from fedplat.pytorch import convert
-from fedplat.pytorch.parallel.algorithms import refuse_algorithm
-from fedplat.pytorch.parallel.apply import Precision, check_plan, parallelize, sharded_modules
-from fedplat.pytorch.parallel.mesh import Layout
+from fedplat.pytorch import convert, training
+from fedplat.pytorch.parallel import algorithms, apply, mesh
 from fedplat.pytorch.parallel.plan import ParallelPlan, find_plan, split_stages
 from fedplat.pytorch.parallel.tensor import find_ties, reduce_partial_gradients, restore_ties
-from fedplat.pytorch.training import Learner, Trainee, use_seed
 from fedplat.pytorch.training.learner import has_batch_norm
 
 
-class DividedModule(Trainee):
+class DividedModule(training.Trainee):
     """A `Trainee` whose module is divided among the ranks of a layout; `ParallelTrainee` can also evaluate it.
 
     All ranks call its methods. Only this rank's stages exist here, and of their tensors only its slices.
@@ -39,10 +34,10 @@ class DividedModule(Trainee):
 
     def __init__(
         self,
-        learner: Learner,
-        layout: Layout,
+        learner: training.Learner,
+        layout: mesh.Layout,
         plan: ParallelPlan | None = None,
-        precision: Precision = "fp32",
+        precision: apply.Precision = "fp32",
         seed: int = 0,
     ) -> None:
         """Raise `ValueError` if the layout cannot divide the module, with the name of the part."""
@@ -56,13 +51,13 @@ class DividedModule(Trainee):
         self.shapes = {name: tensor.shape for name, tensor in self._whole.items()}
         self.plan = find_plan(whole, plan)
         if layout.mesh is not None:
-            check_plan(whole, self.plan, layout.parallel)
+            apply.check_plan(whole, self.plan, layout.parallel)
         self.stages = split_stages(whole, self.plan, layout.parallel.num_stages, layout.stages)
         for stage in self.stages:
             if layout.mesh is not None:
-                parallelize(stage, self.plan, layout, precision)
+                apply.parallelize(stage, self.plan, layout, precision)
             materialize(stage, self.device, is_offloaded=layout.parallel.offload == "cpu")
-            if layout.parallel.tensor > 1 and not sharded_modules(stage):
+            if layout.parallel.tensor > 1 and not apply.sharded_modules(stage):
                 reduce_partial_gradients(stage)
         self.module = self.stages[0] if len(self.stages) == 1 else nn.ModuleList(self.stages)
         self.has_batch_norm = False
@@ -82,11 +77,11 @@ class DividedModule(Trainee):
         return {name: value for name, value in named if value.requires_grad}
 
     @override
-    def start_weights(self, parameters: Parameters) -> dict[str, torch.Tensor]:
+    def start_weights(self, parameters: model.Parameters) -> dict[str, torch.Tensor]:
         return {name: parameter.detach().clone() for name, parameter in self.parameters().items()}
 
     @override
-    def step_options(self, options: LocalOptions) -> LocalOptions:
+    def step_options(self, options: local_options.LocalOptions) -> local_options.LocalOptions:
         """Return the options without bf16 if the sharded units convert their parameters and inputs themselves.
 
         Raises `ValueError` for a precision that layouts do not have.
@@ -96,19 +91,19 @@ class DividedModule(Trainee):
         return msgspec.structs.replace(options, precision="fp32") if converts else options
 
     @override
-    def check_algorithm(self, options: LocalOptions, algorithm: LocalAlgorithm) -> None:
+    def check_algorithm(self, options: local_options.LocalOptions, algorithm: LocalAlgorithm) -> None:
         self.layout.parallel.check_precision(options.precision)
-        refuse_algorithm(options, algorithm)
+        algorithms.refuse_algorithm(options, algorithm)
 
     @override
-    def load(self, parameters: Parameters, client_state: ClientState) -> None:
+    def load(self, parameters: model.Parameters, client_state: ClientState) -> None:
         """Copy this rank's slices of the model into the module. Raises `ModelError`, on all ranks alike."""
         stored = self._stored_names(parameters)
         found = {name: parameters[name].shape for name in parameters if not name.startswith(CONTROL)}
         found |= {name: parameters[stored[name]].shape for name in stored}
         for name in sorted(found.keys() | self.shapes.keys()):
             if found.get(name) != self.shapes.get(name):
-                raise ModelError(
+                raise errors.ModelError(
                     f"the model does not fit the module: {name!r} has the shape {_describe(found.get(name))} in the "
                     f"model and {_describe(self.shapes.get(name))} in the module"
                 )
@@ -117,13 +112,13 @@ class DividedModule(Trainee):
                 local, index = _local_part(tensor)
                 local.copy_(convert.as_tensor(np.array(parameters[stored.get(name, name)][index])))
 
-    def _stored_names(self, parameters: Parameters) -> dict[str, str]:
+    def _stored_names(self, parameters: model.Parameters) -> dict[str, str]:
         """Return the names of tied parameters that the model lacks, with the name that it has them under."""
         pairs = [*self._ties.items(), *((first, name) for name, first in self._ties.items())]
         return {name: other for name, other in pairs if name not in parameters and other in parameters}
 
     @override
-    def save(self, parameters: Parameters, client_state: ClientState) -> None:
+    def save(self, parameters: model.Parameters, client_state: ClientState) -> None:
         """Gather the model tensor by tensor; rank 0 copies it into `parameters`, those of the others do not change."""
         ranks, own = self.layout.ranks, self.shared_tensors()
         for name, owner in self._owners().items():
@@ -145,9 +140,9 @@ class DividedModule(Trainee):
         return {name: next(rank for rank, has in enumerate(names) if name in has) for name in self.shapes}
 
 
-def make_empty(learner: Learner, seed: int = 0) -> nn.Module:
+def make_empty(learner: training.Learner, seed: int = 0) -> nn.Module:
     """Create the module with its parameters on the meta device, which have no values; its buffers have theirs."""
-    with use_seed(torch.device("cpu"), seed), _empty_parameters():
+    with training.use_seed(torch.device("cpu"), seed), _empty_parameters():
         return learner.model()
 
 
@@ -181,7 +176,7 @@ def _empty_parameters() -> Generator[None]:
         yield
 
 
-def _check_module(module: nn.Module, learner: Learner, layout: Layout) -> None:
+def _check_module(module: nn.Module, learner: training.Learner, layout: mesh.Layout) -> None:
     """Raise `ValueError` if a module cannot be divided."""
     name = type(module).__name__
     if learner.personal:

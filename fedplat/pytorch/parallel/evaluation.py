@@ -15,15 +15,12 @@ import torch
 from torch import distributed
 from typing_extensions import override
 
-from fedplat.pytorch.parallel.divided_module import DividedModule
-from fedplat.pytorch.parallel.mesh import TENSOR
-from fedplat.pytorch.parallel.parts import compute_stage, pad_micro_batch, sum_scores
-from fedplat.pytorch.parallel.pipeline import Shape, find_shapes, free_stages, pipeline_group
+from fedplat.pytorch.parallel import divided_module, mesh, parts, pipeline
 from fedplat.pytorch.training import Examples, Indices, Scores, Sums, iterate_batches
 
 
 def evaluate_parts(
-    trainee: DividedModule,
+    trainee: divided_module.DividedModule,
     examples: Examples,
     batch_size: int,
     after_batch: Callable[[int], object] = lambda done: None,
@@ -43,7 +40,7 @@ def evaluate_parts(
             inputs = targets = None
             if chain.reads:
                 inputs, targets = next(batches)
-                inputs = pad_micro_batch(inputs, size) if chain.is_pipeline else inputs
+                inputs = parts.pad_micro_batch(inputs, size) if chain.is_pipeline else inputs
             outputs = chain.forward(inputs)
             if outputs is not None and batch.counts and chain.counts:
                 assert targets is not None
@@ -61,7 +58,7 @@ class _Batch(NamedTuple):
     """The number of examples that all parts have done after it."""
 
 
-def _divide(trainee: DividedModule, num_examples: int, size: int) -> list[_Batch]:
+def _divide(trainee: divided_module.DividedModule, num_examples: int, size: int) -> list[_Batch]:
     """Return the batches of this rank's part."""
     layout = trainee.layout
     part, num_parts = layout.part, layout.parallel.num_parts
@@ -79,27 +76,27 @@ def _divide(trainee: DividedModule, num_examples: int, size: int) -> list[_Batch
 class _Chain:
     """The stages of this rank between those of others, for forward passes."""
 
-    def __init__(self, trainee: DividedModule) -> None:
+    def __init__(self, trainee: divided_module.DividedModule) -> None:
         layout = trainee.layout
         self._trainee, self._own = trainee, dict(zip(layout.stages, trainee.stages, strict=True))
         self._last = layout.parallel.num_stages - 1
         self.is_pipeline = len(self._own) <= self._last
         self.reads = not {0, self._last}.isdisjoint(self._own)
-        self.counts = layout.mesh is None or layout.mesh.get_local_rank(TENSOR) == 0
-        self._shapes: list[Shape] = []
+        self.counts = layout.mesh is None or layout.mesh.get_local_rank(mesh.TENSOR) == 0
+        self._shapes: list[pipeline.Shape] = []
         self._sends: list[tuple[distributed.Work, torch.Tensor]] = []
 
     def forward(self, inputs: torch.Tensor | None) -> torch.Tensor | None:
         """Compute this rank's stages for a batch; return the outputs of the last stage, on the rank that has it."""
         trainee = self._trainee
         if self.is_pipeline and not self._shapes:
-            self._shapes = find_shapes(trainee, inputs, nullcontext)
+            self._shapes = pipeline.find_shapes(trainee, inputs, nullcontext)
         values = inputs
         for number, stage in self._own.items():
             if number and number - 1 not in self._own:
                 values = self._receive(number)
             assert values is not None
-            values = compute_stage(stage, values, 0, trainee.device, nullcontext())
+            values = parts.compute_stage(stage, values, 0, trainee.device, nullcontext())
             if number < self._last and number + 1 not in self._own:
                 self._send(number, values.contiguous())
         return values if self._last in self._own else None
@@ -107,17 +104,17 @@ class _Chain:
     def end(self) -> None:
         """Wait for the last message, and free the parameters of other ranks."""
         self._wait()
-        free_stages(self._trainee)
+        pipeline.free_stages(self._trainee)
 
     def _receive(self, stage: int) -> torch.Tensor:
         values = self._shapes[stage].empty(self._trainee.device)
-        group = pipeline_group(self._trainee.layout)
+        group = pipeline.pipeline_group(self._trainee.layout)
         distributed.recv(values, group=group, group_src=self._rank(stage - 1))
         return values
 
     def _send(self, stage: int, values: torch.Tensor) -> None:
         self._wait()
-        group = pipeline_group(self._trainee.layout)
+        group = pipeline.pipeline_group(self._trainee.layout)
         work = distributed.isend(values, group=group, group_dst=self._rank(stage + 1))
         assert work is not None
         self._sends.append((work, values))
@@ -134,7 +131,7 @@ class _Chain:
         self._sends.clear()
 
 
-class ParallelTrainee(DividedModule):
+class ParallelTrainee(divided_module.DividedModule):
     """A `Trainee` whose module is divided among the ranks of a layout; all of them call its methods."""
 
     @override
@@ -142,4 +139,4 @@ class ParallelTrainee(DividedModule):
         self, examples: Examples, batch_size: int, after_batch: Callable[[int], object] = lambda done: None
     ) -> Sums:
         """Return the scores of the model on all examples; each part of the ranks computes some of the batches."""
-        return sum_scores(self.layout.ranks, evaluate_parts(self, examples, batch_size, after_batch))
+        return parts.sum_scores(self.layout.ranks, evaluate_parts(self, examples, batch_size, after_batch))

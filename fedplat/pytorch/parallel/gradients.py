@@ -22,9 +22,7 @@ import torch
 from torch import distributed, nn
 from typing_extensions import override
 
-from fedplat.pytorch.parallel.apply import sharded_modules
-from fedplat.pytorch.parallel.divided_module import DividedModule
-from fedplat.pytorch.parallel.layout_gradients import LayoutGradients
+from fedplat.pytorch.parallel import apply, divided_module, layout_gradients, pipedream, pipeline
 from fedplat.pytorch.parallel.mesh import Layout
 from fedplat.pytorch.parallel.parts import (
     PartLoss,
@@ -35,14 +33,12 @@ from fedplat.pytorch.parallel.parts import (
     pad_micro_batch,
     stage_seed,
 )
-from fedplat.pytorch.parallel.pipedream import PipeDreamGradients
-from fedplat.pytorch.parallel.pipeline import PipelineGradients, PipelineObserver
 from fedplat.pytorch.training import Examples, GradientComputation, Scores, StepSchedule, use_seed
 from fedplat.pytorch.training.stepper import Stepper
 
 
 def make_gradients(
-    layout: Layout, seed: int, begin: int = 0, observer: PipelineObserver | None = None, drain_every: int = 0
+    layout: Layout, seed: int, begin: int = 0, observer: pipeline.PipelineObserver | None = None, drain_every: int = 0
 ) -> GradientComputation:
     """Return the gradient computation of a layout; the first `begin` steps of a plan are skipped.
 
@@ -50,15 +46,15 @@ def make_gradients(
     the schedule "pipedream" drains the pipeline.
     """
     if layout.parallel.schedule == "pipedream" and layout.parallel.pipeline > 1:
-        return PipeDreamGradients(layout, seed, begin, drain_every)
+        return pipedream.PipeDreamGradients(layout, seed, begin, drain_every)
     if layout.mesh is None:
         return GradientsInTurn(layout, seed, begin)
     if layout.parallel.pipeline > 1:
-        return PipelineGradients(layout, seed, begin, observer)
+        return pipeline.PipelineGradients(layout, seed, begin, observer)
     return ParallelGradients(layout, seed, begin)
 
 
-class ParallelGradients(LayoutGradients):
+class ParallelGradients(layout_gradients.LayoutGradients):
     """The gradient computation of a layout with `data`, `shard` and `tensor` ranks.
 
     The parts of a batch, their seeds and their weights are those of `DataParallelGradients` with as many logical ranks
@@ -70,10 +66,10 @@ class ParallelGradients(LayoutGradients):
 
     @override
     def compute_gradients(
-        self, trainee: DividedModule, stepper: Stepper, plan: StepSchedule, examples: Examples
+        self, trainee: divided_module.DividedModule, stepper: Stepper, plan: StepSchedule, examples: Examples
     ) -> Iterator[Scores]:
         module = trainee.module.train()
-        units = sharded_modules(module)
+        units = apply.sharded_modules(module)
         steps, ahead = itertools.tee(self.parts(plan))
         batches = examples.batches(part.indices for step in ahead for part in step)
         for step in steps:
@@ -90,7 +86,7 @@ class ParallelGradients(LayoutGradients):
             yield scores
 
 
-class GradientsInTurn(LayoutGradients):
+class GradientsInTurn(layout_gradients.LayoutGradients):
     """The gradient computation of a layout on processes that each have the whole module.
 
     There can be as many processes as the layout has parts, or fewer.
@@ -109,7 +105,7 @@ class GradientsInTurn(LayoutGradients):
 
     @override
     def compute_gradients(
-        self, trainee: DividedModule, stepper: Stepper, plan: StepSchedule, examples: Examples
+        self, trainee: divided_module.DividedModule, stepper: Stepper, plan: StepSchedule, examples: Examples
     ) -> Iterator[Scores]:
         trainee.module.train()
         size = choose_micro_batch_size(plan, self._layout.parallel)
@@ -126,7 +122,7 @@ class GradientsInTurn(LayoutGradients):
 
     def _compute_part(
         self,
-        trainee: DividedModule,
+        trainee: divided_module.DividedModule,
         stepper: Stepper,
         part: RankBatch,
         size: int,
@@ -157,7 +153,7 @@ class GradientsInTurn(LayoutGradients):
 class _Sums:
     """The gradients of the parts that this process has already computed in a step."""
 
-    def __init__(self, trainee: DividedModule) -> None:
+    def __init__(self, trainee: divided_module.DividedModule) -> None:
         self._parameters = list(trainee.parameters().values())
         self._earlier: dict[nn.Parameter, torch.Tensor] = {}
 

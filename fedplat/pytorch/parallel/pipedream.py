@@ -31,8 +31,7 @@ from torch.func import functional_call
 from typing_extensions import override
 
 from fedplat.pytorch.distributed import Ranks
-from fedplat.pytorch.parallel.divided_module import DividedModule
-from fedplat.pytorch.parallel.mesh import Layout
+from fedplat.pytorch.parallel import divided_module, mesh
 from fedplat.pytorch.parallel.parts import RankBatch, divide, sum_scores
 from fedplat.pytorch.training import Examples, GradientComputation, Scores, StepSchedule, Sums, Trainee, use_seed
 from fedplat.pytorch.training.stepper import Stepper
@@ -49,7 +48,7 @@ class PipeDreamGradients(GradientComputation):
     of a stage change after each of its backward passes, by the caller's `stepper.step()`.
     """
 
-    def __init__(self, layout: Layout, seed: int, begin: int = 0, drain_every: int = 0) -> None:
+    def __init__(self, layout: mesh.Layout, seed: int, begin: int = 0, drain_every: int = 0) -> None:
         """Skip the first `begin` steps of a plan; drain the pipeline after every `drain_every` steps (0: at the end).
 
         A training can resume from a step at which the pipeline drains, with the same bits.
@@ -70,7 +69,7 @@ class PipeDreamGradients(GradientComputation):
     def compute_steps(
         self, trainee: Trainee, stepper: Stepper, plan: StepSchedule, examples: Examples
     ) -> Iterator[Scores]:
-        assert isinstance(trainee, DividedModule)
+        assert isinstance(trainee, divided_module.DividedModule)
         options = plan.options
         self._layout.parallel.check_steps(
             max_grad_norm=options.max_grad_norm, accumulate=options.accumulate, precision=options.precision
@@ -178,7 +177,7 @@ class _Stage:
     """One stage, and its batches between their forward and backward passes."""
 
     def __init__(
-        self, number: int, trainee: DividedModule, module: nn.Module, stepper: Stepper, batches: _Batches
+        self, number: int, trainee: divided_module.DividedModule, module: nn.Module, stepper: Stepper, batches: _Batches
     ) -> None:
         self.number, self.delay = number, trainee.layout.parallel.num_stages - 1 - number
         self._learner = trainee.learner
@@ -281,7 +280,8 @@ class _Neighbour:
         if expects:
             header = torch.empty(2 + _MAX_DIMENSIONS, dtype=torch.int64)
             distributed.recv(header, group=self._group, group_src=self._rank, tag=_HEADER_TAG)
-            received = self._make_empty(header)
+            dtype, dimensions, *shape = header.tolist()
+            received = torch.empty(shape[:dimensions], dtype=_DTYPES[dtype], device=self._device)
             operations.append(self._operation(distributed.irecv, received))
         if operations:  # both at once: with NCCL, each of two neighbours could wait for the other to receive first
             works += distributed.batch_isend_irecv(operations)
@@ -291,10 +291,6 @@ class _Neighbour:
 
     def _operation(self, operation: Any, values: torch.Tensor) -> distributed.P2POp:
         return distributed.P2POp(operation, values, group=self._group, group_peer=self._rank)
-
-    def _make_empty(self, header: torch.Tensor) -> torch.Tensor:
-        dtype, dimensions, *shape = header.tolist()
-        return torch.empty(shape[:dimensions], dtype=_DTYPES[dtype], device=self._device)
 
 
 def _describe(values: torch.Tensor) -> torch.Tensor:

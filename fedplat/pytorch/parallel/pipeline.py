@@ -29,19 +29,11 @@ from typing_extensions import override
 from fedplat.config.decoding import prepare_type
 from fedplat.errors import TrainingError
 from fedplat.pytorch.distributed import Ranks
+from fedplat.pytorch.parallel import parts
 from fedplat.pytorch.parallel.apply import sharded_modules
 from fedplat.pytorch.parallel.divided_module import DividedModule
 from fedplat.pytorch.parallel.layout_gradients import LayoutGradients
 from fedplat.pytorch.parallel.mesh import PIPELINE, Layout
-from fedplat.pytorch.parallel.parts import (
-    PartLoss,
-    RankBatch,
-    choose_micro_batch_size,
-    compute_stage,
-    cross_boundary,
-    pad_micro_batch,
-    stage_seed,
-)
 from fedplat.pytorch.training import Examples, Scores, StepSchedule, use_seed
 from fedplat.pytorch.training.stepper import Stepper
 
@@ -79,7 +71,7 @@ class PipelineGradients(LayoutGradients):
         self, trainee: DividedModule, stepper: Stepper, plan: StepSchedule, examples: Examples
     ) -> Iterator[Scores]:
         trainee.module.train()
-        size = choose_micro_batch_size(plan, self._layout.parallel)
+        size = parts.choose_micro_batch_size(plan, self._layout.parallel)
         num_rows = size * self._layout.parallel.num_micro_batches
         batches = examples.batches(part.indices for step in self.parts(plan) for part in step)
         pipeline: _Pipeline | None = None
@@ -89,11 +81,11 @@ class PipelineGradients(LayoutGradients):
                 inputs = targets = None
                 if self._reads:
                     with use_seed(trainee.device, part.seed):
-                        inputs, targets = (pad_micro_batch(rows, num_rows) for rows in next(batches))
+                        inputs, targets = (parts.pad_micro_batch(rows, num_rows) for rows in next(batches))
                 if pipeline is None:
                     shapes = find_shapes(trainee, None if inputs is None else inputs[:size], stepper.autocast)
                     pipeline = _Pipeline(trainee, stepper, shapes, self._observer)
-                loss = PartLoss(trainee.learner.batch_loss, stepper, part, size, trainee.learner.make_scores())
+                loss = parts.PartLoss(trainee.learner.batch_loss, stepper, part, size, trainee.learner.make_scores())
                 pipeline.run(part, loss, inputs, targets, reduce=part is step[-1])
                 if self._counts:
                     scores.extend(loss.scores)
@@ -148,7 +140,7 @@ def find_shapes(trainee: DividedModule, inputs: torch.Tensor | None, autocast: C
 def _try_stage(trainee: DividedModule, stage: nn.Module, values: torch.Tensor, autocast: Callable[[], Any]) -> Shape:
     try:
         with torch.no_grad():
-            return Shape.of(compute_stage(stage, values, 0, trainee.device, autocast()))
+            return Shape.of(parts.compute_stage(stage, values, 0, trainee.device, autocast()))
     except Exception as exc:  # of any kind, in the code of the model: all ranks raise it in a sentence
         return Shape(error=f"{type(stage).__name__.removeprefix('FSDP')} raises {type(exc).__name__}: {exc}")
 
@@ -183,7 +175,7 @@ class _Pipeline:
             _Stage(layout, number, module, shapes, stepper, observer)
             for number, module in zip(layout.stages, trainee.stages, strict=True)
         ]
-        self._loss: PartLoss | None = None
+        self._loss: parts.PartLoss | None = None
         single = len(self._stages) == 1
         self._schedule = _SCHEDULES[parallel.schedule](
             self._stages[0] if single else self._stages,
@@ -195,8 +187,8 @@ class _Pipeline:
 
     def run(
         self,
-        part: RankBatch,
-        loss: PartLoss,
+        part: parts.RankBatch,
+        loss: parts.PartLoss,
         inputs: torch.Tensor | None,
         targets: torch.Tensor | None,
         *,
@@ -250,7 +242,7 @@ class _Stage(PipelineStage):
             group=pipeline_group(layout),
         )
         self._stepper, self._observer = stepper, observer
-        self.part: RankBatch | None = None
+        self.part: parts.RankBatch | None = None
         self.reduces = True
         self._micro_batch = 0
 
@@ -263,11 +255,11 @@ class _Stage(PipelineStage):
     @override
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         assert self.part is not None
-        seed = stage_seed(self.part, self._micro_batch, self.stage_index)
+        seed = parts.stage_seed(self.part, self._micro_batch, self.stage_index)
         values = cast(torch.Tensor, args[0])
         if not self.is_first:
-            values = cross_boundary(values)
-        outputs = compute_stage(self.submod, values, seed, self.device, self._stepper.autocast())
+            values = parts.cross_boundary(values)
+        outputs = parts.compute_stage(self.submod, values, seed, self.device, self._stepper.autocast())
         return outputs if self.is_last else outputs.contiguous()
 
     @override

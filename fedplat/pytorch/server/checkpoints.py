@@ -31,8 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fedplat import durable
-from fedplat.pytorch.distributed import Ranks
-from fedplat.pytorch.training import Trainee
+from fedplat.pytorch import distributed, training
 
 _NAME = "step-{:012d}"
 _FILE = "rank-{:05d}-of-{:05d}.safetensors"
@@ -46,7 +45,7 @@ Sizes: TypeAlias = Mapping[str, TensorStorageMetadata]
 class TrainingState:
     """The state of a training after some steps: the module, the optimizer, and the losses so far."""
 
-    def __init__(self, trainee: Trainee, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
+    def __init__(self, trainee: training.Trainee, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
         self._trainee, self._optimizer = trainee, optimizer
         self._trained = trainee.parameters()
         self.done = 0
@@ -95,7 +94,7 @@ class TrainingState:
 class Checkpoints:
     """The checkpoints of one training, in their own folder."""
 
-    def __init__(self, folder: Path, every: int, ranks: Ranks) -> None:
+    def __init__(self, folder: Path, every: int, ranks: distributed.Ranks) -> None:
         self._folder, self._every, self._ranks = folder, every, ranks
         self._writing: threading.Thread | None = None
 

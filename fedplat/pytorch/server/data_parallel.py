@@ -24,15 +24,7 @@ from typing_extensions import override
 
 from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.parallel.parts import RankBatch, divide, sum_scores
-from fedplat.pytorch.training import (
-    Examples,
-    GradientComputation,
-    Scores,
-    StepSchedule,
-    Sums,
-    Trainee,
-    use_seed,
-)
+from fedplat.pytorch.training import Examples, GradientComputation, Scores, StepSchedule, Sums, Trainee, use_seed
 from fedplat.pytorch.training.stepper import Stepper
 
 _SYNC_BUFFERS = "forward_sync_buffers"  # the name since PyTorch 2.13
@@ -82,10 +74,7 @@ class DataParallelGradients(GradientComputation):
         self, trainee: Trainee, stepper: Stepper, plan: StepSchedule, examples: Examples
     ) -> Iterator[Scores]:
         module = DistributedDataParallel(
-            trainee.module.train(),
-            process_group=self._ranks.group,
-            gradient_as_bucket_view=True,
-            **_NO_BUFFERS,
+            trainee.module.train(), process_group=self._ranks.group, gradient_as_bucket_view=True, **_NO_BUFFERS
         )
         reduction = _Reduction(self._ranks.group)
         # DDP rejects annotations that are strings; a lambda has no annotations.

@@ -13,16 +13,13 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from fedplat import texts
-from fedplat.client_state import ClientState
+from fedplat import client_state, errors, texts
 from fedplat.config.decoding import prepare_type
-from fedplat.errors import TrainingError
 from fedplat.job.pool import ServerLearning
 from fedplat.metrics import Metric
 from fedplat.model import Parameters
 from fedplat.parallel import Parallel
-from fedplat.pytorch import training
-from fedplat.pytorch.distributed import Ranks
+from fedplat.pytorch import distributed, training
 from fedplat.pytorch.parallel import ParallelPlan, ParallelTrainee, evaluate_parts
 from fedplat.pytorch.parallel.mesh import Layout, make_layout, make_mesh
 from fedplat.pytorch.parallel.parts import sum_scores
@@ -76,7 +73,7 @@ def load_examples(data: Data, device: torch.device) -> training.Examples:
     return training.check_examples(given() if training.as_dataset(given) is None else given, device)
 
 
-def make_on_all_ranks(ranks: Ranks, make: Callable[[], Made], what: str = "the trainer") -> Made:
+def make_on_all_ranks(ranks: distributed.Ranks, make: Callable[[], Made], what: str = "the trainer") -> Made:
     """Call `make` on every rank and return its result; if it fails on any rank, raise `TrainingError` on all.
 
     So a failure of the operator's code, or of a disk, on one rank leaves no other rank waiting. `what` names the result
@@ -91,11 +88,11 @@ def make_on_all_ranks(ranks: Ranks, make: Callable[[], Made], what: str = "the t
         text = texts.repair(str(exc)) if isinstance(exc, ValueError) else texts.describe(exc)
     for rank, error in enumerate(ranks.all_gather(text.encode())):
         if error:
-            raise TrainingError(f"{what} cannot be used on rank {rank}: {error.decode()}")
+            raise errors.TrainingError(f"{what} cannot be used on rank {rank}: {error.decode()}")
     return made[0]
 
 
-def find_layout(ranks: Ranks, parallel: Parallel) -> Layout | None:
+def find_layout(ranks: distributed.Ranks, parallel: Parallel) -> Layout | None:
     """Return this process's place in a layout of the first ranks; None in a process that is not among them.
 
     All ranks of `join_group` have to call it. A layout for more ranks than there are has no mesh: each process then has
@@ -108,7 +105,7 @@ def find_layout(ranks: Ranks, parallel: Parallel) -> Layout | None:
     return known[parallel]
 
 
-def _make_layout(ranks: Ranks, parallel: Parallel) -> Layout | None:
+def _make_layout(ranks: distributed.Ranks, parallel: Parallel) -> Layout | None:
     if ranks.size < parallel.num_ranks:
         group = ranks.subgroup(min(ranks.size, parallel.num_parts))
         # A process with the whole model has nothing to fetch from elsewhere, and no reason to compute things again.
@@ -130,7 +127,7 @@ _BATCH_SIZE = 256
 
 
 def evaluate(
-    ranks: Ranks,
+    ranks: distributed.Ranks,
     trainer: ServerTrainer,
     parameters: Parameters,
     batch_size: int = _BATCH_SIZE,
@@ -148,7 +145,7 @@ def evaluate(
 
     def build() -> tuple[Trainee, Examples]:
         trainee = Trainee(trainer.learner, ranks.device)
-        trainee.load(parameters, ClientState())
+        trainee.load(parameters, client_state.ClientState())
         return trainee, _load_held_out(trainer, ranks)
 
     trainee, examples = make_on_all_ranks(ranks, build)
@@ -163,7 +160,7 @@ def _evaluate_in_layout(
 
     def build() -> tuple[ParallelTrainee, Examples]:
         trainee = ParallelTrainee(trainer.learner, layout, trainer.plan)
-        trainee.load(parameters, ClientState())
+        trainee.load(parameters, client_state.ClientState())
         return trainee, _load_held_out(trainer, ranks)
 
     trainee, examples = make_on_all_ranks(ranks, build)
@@ -173,7 +170,7 @@ def _evaluate_in_layout(
     return Sums.total(parts).means(trainer.metrics)
 
 
-def _load_held_out(trainer: ServerTrainer, ranks: Ranks) -> Examples:
+def _load_held_out(trainer: ServerTrainer, ranks: distributed.Ranks) -> Examples:
     if trainer.evaluation is None:
         raise ValueError("no examples to evaluate on; expected ServerTrainer(evaluation=...)")
     return load_examples(trainer.evaluation, ranks.device)

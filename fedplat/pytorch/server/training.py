@@ -22,9 +22,8 @@ from fedplat.parallel import Parallel
 from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.parallel import Layout, ParallelTrainee, make_gradients
 from fedplat.pytorch.parallel.profiling import StepProfile, TracedExamples
-from fedplat.pytorch.server import hogwild, profiling
+from fedplat.pytorch.server import data_parallel, hogwild, profiling
 from fedplat.pytorch.server.checkpoints import Checkpoints, TrainingState
-from fedplat.pytorch.server.data_parallel import DataParallelGradients, RankBatch
 from fedplat.pytorch.server.trainer import ServerTrainer, find_layout, load_examples, make_on_all_ranks
 from fedplat.pytorch.training import Examples, GradientComputation, LocalOptions, Scores, StepSchedule, Sums, Trainee
 from fedplat.pytorch.training.learner import make_loss
@@ -134,7 +133,7 @@ class TrainingLoop:
         self.trainee, self.examples = make_on_all_ranks(ranks, self._build_trainee)
         self.plan = work.plan(len(self.examples), self._gradients(0).smallest_batch(self.trainee))
 
-    def parts(self) -> Iterator[list[RankBatch]]:
+    def parts(self) -> Iterator[list[data_parallel.RankBatch]]:
         """Yield the parts of each step that this process computes."""
         return self._data_parallel(0).parts(self.plan)
 
@@ -208,8 +207,8 @@ class TrainingLoop:
             return self._data_parallel(begin)
         return make_gradients(self._layout, work.seed, begin, drain_every=every)
 
-    def _data_parallel(self, begin: int) -> DataParallelGradients:
-        return DataParallelGradients(self.ranks, self._work.num_parts, self._work.seed, begin)
+    def _data_parallel(self, begin: int) -> data_parallel.DataParallelGradients:
+        return data_parallel.DataParallelGradients(self.ranks, self._work.num_parts, self._work.seed, begin)
 
     def _checkpoints(self) -> Checkpoints | None:
         table, folder = self._work.options, self._work.checkpoints

@@ -20,14 +20,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fedplat.errors import ModelError
-from fedplat.local_options import LocalOptions
+from fedplat import errors, local_options
 from fedplat.privacy.steps import StepCharge
 from fedplat.pytorch import dp
-from fedplat.pytorch.training.gradients import LocalTraining
-from fedplat.pytorch.training.learner import Trainee
-from fedplat.pytorch.training.meaning import weighs_classes
-from fedplat.pytorch.training.schedule import Indices, StepSchedule
+from fedplat.pytorch.training import gradients, learner, meaning, schedule
 from fedplat.pytorch.training.stepper import Stepper
 
 
@@ -38,7 +34,7 @@ class PoissonPlan:
     `noise` is the source of randomness.
     """
 
-    plan: StepSchedule
+    plan: schedule.StepSchedule
     noise: dp.StepNoise
 
     @property
@@ -51,30 +47,30 @@ class PoissonPlan:
         """The expected number of examples of a step."""
         return self.probability * self.plan.num_examples
 
-    def steps(self) -> Iterator[Indices]:
+    def steps(self) -> Iterator[schedule.Indices]:
         """Yield the examples of each step; a step may be empty."""
         for _ in range(self.plan.num_steps):
             yield self.noise.draw_examples(self.plan.num_examples, self.probability)
 
-    def charge(self, options: LocalOptions) -> StepCharge:
+    def charge(self, options: local_options.LocalOptions) -> StepCharge:
         """Return the privacy cost of all steps."""
         return StepCharge(options.dp_noise_multiplier, self.probability, self.plan.num_steps)
 
 
-def run(trainee: Trainee, stepper: Stepper, work: LocalTraining) -> tuple[Mapping[str, float], int]:
+def run(trainee: learner.Trainee, stepper: Stepper, work: gradients.LocalTraining) -> tuple[Mapping[str, float], int]:
     """Run all steps; return the metrics and the number of steps.
 
     Charges the ledger before the first step. Raises `PrivacyLimitError` and `ModelError` before any step is made.
     """
     dp.check(trainee.module)
-    if weighs_classes(trainee.learner.loss):
-        raise ModelError(
+    if meaning.weighs_classes(trainee.learner.loss):
+        raise errors.ModelError(
             "the loss has weights of classes, which cancel in the loss of a single example, as example-level privacy "
             "needs it; expected a loss of your own that multiplies: (weight[targets] * cross_entropy(outputs, targets, "
             'reduction="none")).mean()'
         )
     plan = PoissonPlan(
-        plan=StepSchedule(
+        plan=schedule.StepSchedule(
             num_examples=len(work.examples), options=work.options, seed=work.seed, fraction=work.fraction
         ),
         noise=dp.make_noise(work.noise_seed),
@@ -102,7 +98,7 @@ def run(trainee: Trainee, stepper: Stepper, work: LocalTraining) -> tuple[Mappin
     return metrics, made
 
 
-def _steps(stepper: Stepper, plan: PoissonPlan, work: LocalTraining, clipper: dp.Clipper) -> Iterator[int]:
+def _steps(stepper: Stepper, plan: PoissonPlan, work: gradients.LocalTraining, clipper: dp.Clipper) -> Iterator[int]:
     """Run the steps; yield the number of steps made after each."""
     deviation = work.options.dp_noise_multiplier * work.options.dp_max_grad_norm
     steps, ahead = itertools.tee(plan.steps())

@@ -14,27 +14,25 @@ from typing_extensions import override
 from fedplat.client_state import ClientState
 from fedplat.local_options import LocalOptions
 from fedplat.privacy.steps import StepLedger
+from fedplat.pytorch.training import learner, meaning, schedule
 from fedplat.pytorch.training.examples import Examples
-from fedplat.pytorch.training.learner import Trainee
-from fedplat.pytorch.training.meaning import Scores, Sums
-from fedplat.pytorch.training.schedule import StepSchedule
 from fedplat.pytorch.training.stepper import MakeOptimizer, Stepper
 
 
 class GradientComputation(Protocol):
     """Forward and backward passes through a module."""
 
-    def smallest_batch(self, trainee: Trainee) -> int:
+    def smallest_batch(self, trainee: learner.Trainee) -> int:
         """Return the minimum number of examples of a batch."""
         ...
 
     def compute_steps(
-        self, trainee: Trainee, stepper: Stepper, plan: StepSchedule, examples: Examples
-    ) -> Iterator[Scores]:
+        self, trainee: learner.Trainee, stepper: Stepper, plan: schedule.StepSchedule, examples: Examples
+    ) -> Iterator[meaning.Scores]:
         """Compute the gradients of each step of the plan; yield the step's scores before the weights change."""
         ...
 
-    def sum_scores(self, scores: Scores) -> Sums:
+    def sum_scores(self, scores: meaning.Scores) -> meaning.Sums:
         """Return the sum of the scores over all processes."""
         ...
 
@@ -47,13 +45,13 @@ class SingleProcessGradients(GradientComputation):
     """Forward and backward passes in one process."""
 
     @override
-    def smallest_batch(self, trainee: Trainee) -> int:
+    def smallest_batch(self, trainee: learner.Trainee) -> int:
         return trainee.smallest_batch
 
     @override
     def compute_steps(
-        self, trainee: Trainee, stepper: Stepper, plan: StepSchedule, examples: Examples
-    ) -> Iterator[Scores]:
+        self, trainee: learner.Trainee, stepper: Stepper, plan: schedule.StepSchedule, examples: Examples
+    ) -> Iterator[meaning.Scores]:
         module = trainee.module.train()
         steps, ahead = itertools.tee(plan.steps())
         batches = examples.batches(itertools.chain.from_iterable(map(plan.batches_of, ahead)))
@@ -74,7 +72,7 @@ class SingleProcessGradients(GradientComputation):
             yield scores
 
     @override
-    def sum_scores(self, scores: Scores) -> Sums:
+    def sum_scores(self, scores: meaning.Scores) -> meaning.Sums:
         return scores.sums()
 
 

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fedplat import errors, local_options, randomness
 from fedplat.aggregate.local import CONTROL, Arrays, LocalAlgorithm, LossContext, LossFunction
 from fedplat.client_state import ClientState
 from fedplat.config.plugins import adopt
-from fedplat.errors import ModelError
-from fedplat.local_options import LocalOptions
 from fedplat.metrics import Metric
 from fedplat.model import Parameters
 from fedplat.pytorch import convert as backend
@@ -37,7 +36,6 @@ from fedplat.pytorch.training.meaning import (
     guard,
 )
 from fedplat.pytorch.training.schedule import Indices, iterate_batches
-from fedplat.randomness import use_seeds
 
 BATCH_NORM = "@batch_norm"
 """In `personal`, stands for all tensors of BatchNorm layers: FedBN (Li et al. 2021, arXiv 2102.07623)."""
@@ -107,7 +105,7 @@ class Learner:
             module = self.model()
         for name, parameter in module.named_parameters():
             if nn.parameter.is_lazy(parameter):
-                raise ModelError(
+                raise errors.ModelError(
                     f"the parameter {name!r} has no shape yet; expected the function of the model to call a lazy "
                     "module once, with a batch of zeros"
                 )
@@ -160,7 +158,7 @@ class Trainee:
         self.forget()
         values = {name: tensor for name, tensor in backend.to_torch(parameters).items() if not name.startswith(CONTROL)}
         if both := sorted(self.personal & values.keys()):
-            raise ModelError(
+            raise errors.ModelError(
                 f"the tensor {both[0]!r} is personal, but the job's model has it; expected a model without personal "
                 "tensors, such as Learner.initial() returns"
             )
@@ -172,7 +170,7 @@ class Trainee:
             self.module.load_state_dict({**values, **(self._first if note is None else backend.to_torch(note))})
         except RuntimeError as exc:
             name = type(self.module).__name__
-            raise ModelError(f"the model does not fit the module {name}: {exc}") from exc
+            raise errors.ModelError(f"the model does not fit the module {name}: {exc}") from exc
 
     def forget(self) -> None:
         """Forget what the module and the loss remember of a training or evaluation, outside the model."""
@@ -197,11 +195,11 @@ class Trainee:
         model = backend.fill_ties(backend.to_torch(parameters), self._ties)
         return {name: model[name].to(self.device) for name in self.parameters() if name not in self.personal}
 
-    def step_options(self, options: LocalOptions) -> LocalOptions:
+    def step_options(self, options: local_options.LocalOptions) -> local_options.LocalOptions:
         """Return the options of steps, without those that the module itself carries out."""
         return options
 
-    def check_algorithm(self, options: LocalOptions, algorithm: LocalAlgorithm) -> None:
+    def check_algorithm(self, options: local_options.LocalOptions, algorithm: LocalAlgorithm) -> None:
         """Raise `ValueError` if the module cannot be trained by a local algorithm."""
 
     def evaluate(
@@ -236,7 +234,7 @@ def has_batch_norm(module: nn.Module) -> bool:
 @contextmanager
 def use_seed(device: torch.device, seed: int) -> Generator[None]:
     """Seed all randomness of the process (`use_seeds`) and of a GPU within the block; restore its state at the end."""
-    with use_seeds(seed) as number:
+    with randomness.use_seeds(seed) as number:
         if device.type != "cuda":
             yield
             return
@@ -272,7 +270,7 @@ def _refuse_trained(module: nn.Module, names: Collection[str]) -> None:
         return
     kind, name = type(module).__name__, min(names)
     what = f"the same {kind}" if _trained.get(id(module)) is module else f"a {kind} with the same tensor {name!r}"
-    raise ModelError(
+    raise errors.ModelError(
         f"the function of the model returned {what} again, which was trained since; expected a new module from each "
         "call: create it inside the function, not outside"
     )

@@ -324,10 +324,7 @@ class Scores:
     """
 
     def __init__(
-        self,
-        count: CountAnswers | None = None,
-        metrics: Sequence[Metric] = (),
-        weights: ClassWeights | None = None,
+        self, count: CountAnswers | None = None, metrics: Sequence[Metric] = (), weights: ClassWeights | None = None
     ) -> None:
         self._count, self._metrics, self._class_weights = count, metrics, weights
         self._ignored = _IGNORED if weights is None else weights.ignored

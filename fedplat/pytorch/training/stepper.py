@@ -13,10 +13,9 @@ from typing import Any, Protocol, TypeAlias, cast
 import torch
 from torch import nn
 
+from fedplat import local_options, model
 from fedplat.aggregate.local import Arrays, Correction, LossFunction
 from fedplat.errors import ModelError
-from fedplat.local_options import LocalOptions
-from fedplat.model import Parameters
 from fedplat.pytorch import convert as backend
 
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -66,7 +65,7 @@ class Stepper:
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        options: LocalOptions,
+        options: local_options.LocalOptions,
         learning_rate: float,
         algorithm: StepAlgorithm,
         make_optimizer: MakeOptimizer | None = None,
@@ -167,17 +166,20 @@ class Stepper:
             done = self._scaler.get_scale() >= scale
         for parameter in self._parameters.values():
             parameter.grad = None
-        self._lose_exchange()
+        with torch.no_grad():
+            for name, part in self._exchange.items():
+                self._parameters[name].sub_(part)
+        self._exchange = {}
         return done
 
-    def restore(self, stored: Parameters | None) -> None:
+    def restore(self, stored: model.Parameters | None) -> None:
         """Continue with the state of an optimizer that `pack` returned, before the first step."""
         if stored is not None:
             restore_state(self._state_owner, self._parameters, stored)
         if isinstance(self._optimizer, _PlainSgd):
             self._optimizer.sgd.look_ahead(self._parameters)
 
-    def pack(self) -> Parameters:
+    def pack(self) -> model.Parameters:
         """Return the state of the optimizer, after the last step. Raises `ValueError` if it cannot be stored."""
         if isinstance(self._optimizer, _PlainSgd):
             self._optimizer.sgd.look_ahead(self._parameters, -1.0)
@@ -188,12 +190,6 @@ class Stepper:
         if isinstance(self._optimizer, _PlainSgd):
             return self._optimizer.sgd
         return cast(torch.optim.Optimizer, self._optimizer)
-
-    def _lose_exchange(self) -> None:
-        with torch.no_grad():
-            for name, part in self._exchange.items():
-                self._parameters[name].sub_(part)
-        self._exchange = {}
 
     def _correct(self) -> None:
         if self._max_norm:
@@ -236,7 +232,7 @@ def _update_singly(optimizer: _Optimizer) -> None:
             group["foreach"] = False
 
 
-def _dtype(options: LocalOptions, device: torch.device) -> torch.dtype | None:
+def _dtype(options: local_options.LocalOptions, device: torch.device) -> torch.dtype | None:
     """Return the dtype of mixed precision, or None. Raises `ValueError` if the device does not support it."""
     match options.precision, device.type:
         case "fp32", _:
@@ -302,7 +298,7 @@ ENTRY = "optimizer"
 _VELOCITY = "momentum_buffer"
 
 
-def pack_state(optimizer: torch.optim.Optimizer | Sgd, parameters: Mapping[str, nn.Parameter]) -> Parameters:
+def pack_state(optimizer: torch.optim.Optimizer | Sgd, parameters: Mapping[str, nn.Parameter]) -> model.Parameters:
     """Return the state of an optimizer. Raises `ValueError` for state other than tensors and numbers."""
     tensors: dict[str, torch.Tensor] = {}
     for name, state in _read_state(optimizer, parameters).items():
@@ -319,7 +315,7 @@ def pack_state(optimizer: torch.optim.Optimizer | Sgd, parameters: Mapping[str, 
 
 
 def restore_state(
-    optimizer: torch.optim.Optimizer | Sgd, parameters: Mapping[str, nn.Parameter], stored: Parameters
+    optimizer: torch.optim.Optimizer | Sgd, parameters: Mapping[str, nn.Parameter], stored: model.Parameters
 ) -> None:
     """Restore a state that `pack_state` returned; that of parameters which are not there any more is left out.
 

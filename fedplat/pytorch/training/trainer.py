@@ -26,12 +26,11 @@ from fedplat.client_state import ClientState
 from fedplat.errors import ModelError
 from fedplat.model import Parameters
 from fedplat.pytorch import convert as backend
+from fedplat.pytorch.training import meaning, schedule
 from fedplat.pytorch.training.algorithm import build_guarded_algorithm, check_drift, select_control
 from fedplat.pytorch.training.examples import Examples
 from fedplat.pytorch.training.gradients import LocalTraining
 from fedplat.pytorch.training.learner import Trainee, make_own_loss, use_seed
-from fedplat.pytorch.training.meaning import Scores
-from fedplat.pytorch.training.schedule import Indices, StepSchedule
 from fedplat.pytorch.training.stepper import ENTRY, StepAlgorithm, Stepper
 
 _EVALUATION_BATCH_SIZE = 256
@@ -126,9 +125,9 @@ def explain_errors(num_examples: int) -> Generator[None]:
 def evaluate_batches(
     trainee: Trainee,
     examples: Examples,
-    order: Iterable[Indices],
+    order: Iterable[schedule.Indices],
     after_batch: Callable[[int], object] = lambda done: None,
-) -> Scores:
+) -> meaning.Scores:
     """Return the scores of the module, as it is, on some batches, without training.
 
     `after_batch` is called with the number of examples done.
@@ -221,19 +220,19 @@ def _run_steps(trainee: Trainee, stepper: Stepper, work: LocalTraining) -> tuple
     return work.gradients.sum_scores(scores).means(), num_steps
 
 
-def _steps(trainee: Trainee, stepper: Stepper, work: LocalTraining) -> tuple[Scores, int]:
+def _steps(trainee: Trainee, stepper: Stepper, work: LocalTraining) -> tuple[meaning.Scores, int]:
     """Return the scores of the last epoch, and the number of steps that changed the weights."""
-    plan = StepSchedule(
+    plan = schedule.StepSchedule(
         num_examples=len(work.examples),
         options=work.options,
         seed=work.seed,
         fraction=work.fraction,
         smallest=work.gradients.smallest_batch(trainee),
     )
-    scores, num_steps = Scores(), 0
+    scores, num_steps = meaning.Scores(), 0
     for number, step_scores in enumerate(work.gradients.compute_steps(trainee, stepper, plan, work.examples)):
         if number % plan.steps_per_epoch == 0:
-            scores = Scores()
+            scores = meaning.Scores()
         scores.extend(step_scores)
         num_steps += stepper.step()
         if not work.after_step(number + 1, plan.num_steps):

@@ -13,15 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedplat.local_options import LocalOptions
-from fedplat.model import Parameters
-from fedplat.pytorch.training.algorithm import build_guarded_algorithm
+from fedplat import local_options, model
+from fedplat.pytorch.training import algorithm, meaning, trainer
 from fedplat.pytorch.training.examples import Batch
 from fedplat.pytorch.training.gradients import LocalTraining
 from fedplat.pytorch.training.learner import Learner, Trainee
-from fedplat.pytorch.training.meaning import CountClasses
 from fedplat.pytorch.training.schedule import Indices, StepSchedule
-from fedplat.pytorch.training.trainer import measure_before
 from fedplat.pytorch.vectorized import layout
 from fedplat.pytorch.vectorized.layout import Base, ParameterLayout, Tensors, UnsuitableError
 from fedplat.pytorch.vectorized.trainer import ClientAlgorithmState, FlatSgd, check_algorithm
@@ -51,7 +48,7 @@ class CohortTrainer:
     other values that change in training, modules that draw random numbers, losses that are not a mean over examples.
     """
 
-    def __init__(self, trainee: Trainee, options: LocalOptions) -> None:
+    def __init__(self, trainee: Trainee, options: local_options.LocalOptions) -> None:
         if options.precision != "fp32":
             raise UnsuitableError(f'precision = "{options.precision}"; expected "fp32"')
         if options.is_private:
@@ -63,11 +60,11 @@ class CohortTrainer:
         if personal := sorted(trainee.personal & set(self.layout.state_names)):
             raise UnsuitableError(f"{personal[0]!r} is personal, but not a trained parameter")
         self._trainee, self._options = trainee, options
-        self._half = build_guarded_algorithm(options)
+        self._half = algorithm.build_guarded_algorithm(options)
         self._gradients: StackedGradients | None = None
         self._weights = torch.empty(0, self.layout.size, device=trainee.device)
 
-    def base(self, parameters: Parameters) -> Base:
+    def base(self, parameters: model.Parameters) -> Base:
         """Prepare a model for `train`; it has to fit the module."""
         return self.layout.base(parameters, self._half.needs_control)
 
@@ -78,9 +75,9 @@ class CohortTrainer:
             return max(1, int(free * _GPU_SHARE) // (4 * self.layout.size))
         return max(1, _MAX_CACHED_WEIGHTS // self.layout.size)
 
-    def train(self, base: Base, works: Sequence[LocalTraining]) -> list[tuple[Parameters, dict[str, float]]]:
+    def train(self, base: Base, works: Sequence[LocalTraining]) -> list[tuple[model.Parameters, dict[str, float]]]:
         """Return the update and the metrics of each client; store their client states."""
-        befores = [measure_before(self._trainee, base.parameters, work) for work in works]
+        befores = [trainer.measure_before(self._trainee, base.parameters, work) for work in works]
         rows = sorted((self._row(index, work) for index, work in enumerate(works)), key=lambda row: -len(row.steps))
         weights = self._load(base, rows)
         starts = [ClientAlgorithmState(self.layout, self._options, base, row.work.client_state) for row in rows]
@@ -92,7 +89,7 @@ class CohortTrainer:
         if self._trainee.hidden.is_changed():
             self._trainee.hidden.restore()
             raise UnsuitableError("the module remembers something of each client outside its state_dict")
-        results: list[tuple[Parameters, dict[str, float]]] = [(base.parameters, {})] * len(works)
+        results: list[tuple[model.Parameters, dict[str, float]]] = [(base.parameters, {})] * len(works)
         for row, start, trained, score in zip(rows, starts, weights.cpu(), scores, strict=True):
             update = self.layout.update(base, trained, {})
             metrics = start.end(trained, len(row.steps), row.work, update)
@@ -196,7 +193,7 @@ class _StackedScores:
         weights = self._weigh(targets, counted)
         self._weights[:count] += weights
         self._losses[:count] += (losses * weights).where(weights > 0, 0.0)
-        if isinstance(self._count, CountClasses):
+        if isinstance(self._count, meaning.CountClasses):
             if self._count.suits(outputs[0], targets[0]):
                 mask = torch.arange(targets.shape[1], device=counted.device) < counted.unsqueeze(1)
                 answers = targets != self._count.ignored

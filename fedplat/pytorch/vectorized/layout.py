@@ -14,8 +14,7 @@ import torch
 from fedplat.client_state import ClientState
 from fedplat.model import FLOATING, Bytes, Parameters, Schema
 from fedplat.pytorch import convert as backend
-from fedplat.pytorch.training.algorithm import select_control
-from fedplat.pytorch.training.learner import Trainee
+from fedplat.pytorch.training import algorithm, learner
 
 _NOTE = "personal"
 
@@ -53,7 +52,7 @@ class ParameterLayout:
     Raises `UnsuitableError` for parameters that are not of type float32, or that have two names in the module.
     """
 
-    def __init__(self, trainee: Trainee) -> None:
+    def __init__(self, trainee: learner.Trainee) -> None:
         trained, state = trainee.parameters(), trainee.module.state_dict()
         _check(trained, state)
         self.shared_names = [name for name in trained if name not in trainee.personal]
@@ -89,7 +88,7 @@ class ParameterLayout:
         state = {name: tensors[name].clone() for name in self.state_names if name not in self.personal}
         control = torch.empty(0)
         if with_control:
-            found = select_control(tensors, self.shared_names)
+            found = algorithm.select_control(tensors, self.shared_names)
             control = torch.cat([tensor.reshape(-1) for tensor in found.values()])
         return Base(parameters, weights, control, state)
 

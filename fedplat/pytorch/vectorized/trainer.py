@@ -12,15 +12,11 @@ from fedplat.client_state import ClientState
 from fedplat.local_options import LocalOptions
 from fedplat.model import Bytes, Parameters
 from fedplat.pytorch import convert as backend
+from fedplat.pytorch.training import learner, meaning, schedule, trainer
 from fedplat.pytorch.training.algorithm import build_guarded_algorithm, check_drift
 from fedplat.pytorch.training.gradients import LocalTraining
-from fedplat.pytorch.training.learner import Trainee, use_seed
-from fedplat.pytorch.training.meaning import ClassWeights, CountAnswers, CountClasses
-from fedplat.pytorch.training.schedule import StepSchedule
-from fedplat.pytorch.training.trainer import explain_errors, measure_before
-from fedplat.pytorch.vectorized import layout
+from fedplat.pytorch.vectorized import layout, vmap_gradients
 from fedplat.pytorch.vectorized.layout import Base, ParameterLayout, Tensors, UnsuitableError
-from fedplat.pytorch.vectorized.vmap_gradients import Gradients
 
 
 class FlatTrainer:
@@ -30,7 +26,7 @@ class FlatTrainer:
     `ParameterLayout` or `Gradients` rejects.
     """
 
-    def __init__(self, trainee: Trainee, options: LocalOptions) -> None:
+    def __init__(self, trainee: learner.Trainee, options: LocalOptions) -> None:
         if options.precision != "fp32":
             raise UnsuitableError(f'precision = "{options.precision}"; expected "fp32"')
         if options.is_private:
@@ -40,7 +36,7 @@ class FlatTrainer:
         self._trainee, self._options = trainee, options
         self._needs_control = options.build_algorithm().needs_control
         names = [*self.layout.names, *self.layout.state_names]
-        self._gradients = Gradients(
+        self._gradients = vmap_gradients.Gradients(
             trainee.module, trainee.learner.batch_loss, names, len(self.layout.names), trainee.hidden.is_changed
         )
         self._weights = torch.zeros(self.layout.size)
@@ -54,7 +50,7 @@ class FlatTrainer:
         self, base: Base, work: LocalTraining, buffer: Bytes | None = None
     ) -> tuple[Parameters, dict[str, float]]:
         """Return the update, in `buffer` if given, and the metrics of one client; store its client state."""
-        metrics = measure_before(self._trainee, base.parameters, work)
+        metrics = trainer.measure_before(self._trainee, base.parameters, work)
         state = self._load(base, work.client_state)
         start = ClientAlgorithmState(self.layout, self._options, base, work.client_state)
         descent = FlatSgd(self.layout, self._options, work.learning_rate, self._weights)
@@ -76,7 +72,7 @@ class FlatTrainer:
         return {name: state[name].clone() for name in self.layout.state_names}
 
     def _run(self, descent: FlatSgd, state: Tensors, work: LocalTraining) -> tuple[LateScores, int]:
-        plan = StepSchedule(
+        plan = schedule.StepSchedule(
             num_examples=len(work.examples),
             options=work.options,
             seed=work.seed,
@@ -89,8 +85,8 @@ class FlatTrainer:
         if not self._trainee.module.training:  # after an evaluation; train() visits all submodules, which is slow
             self._trainee.module.train()
         scores = LateScores(self._trainee.learner.count_answers, self._trainee.learner.class_weights)
-        randomness = use_seed(self._trainee.device, work.seed) if self._gradients.is_random else nullcontext()
-        with randomness, torch.no_grad(), explain_errors(len(work.examples)):
+        randomness = learner.use_seed(self._trainee.device, work.seed) if self._gradients.is_random else nullcontext()
+        with randomness, torch.no_grad(), trainer.explain_errors(len(work.examples)):
             for number, step in enumerate(steps):
                 if number % plan.steps_per_epoch == 0:
                     scores = LateScores(self._trainee.learner.count_answers, self._trainee.learner.class_weights)
@@ -120,7 +116,7 @@ _MAX_KEPT_ENTRIES = 1 << 20
 class LateScores:
     """Collects losses, and counts correct answers, with `count` if there is one; `weights` are those of the losses."""
 
-    def __init__(self, count: CountAnswers | None, weights: ClassWeights | None = None) -> None:
+    def __init__(self, count: meaning.CountAnswers | None, weights: meaning.ClassWeights | None = None) -> None:
         self._answers, self._class_weights = count, weights
         self._losses: list[torch.Tensor] = []
         self._outputs: list[torch.Tensor] = []
@@ -136,7 +132,7 @@ class LateScores:
         self._sizes.append(len(targets))
         if self._class_weights is not None:
             self._weighed.append(targets)
-        if isinstance(self._answers, CountClasses):
+        if isinstance(self._answers, meaning.CountClasses):
             if not self._answers.suits(outputs, targets):
                 return
             self._outputs.append(outputs)

@@ -9,13 +9,7 @@ from collections.abc import Iterator
 from fedplat.job import JobSpec
 from fedplat.rounds import influence
 from fedplat.rounds.invariants.records import AssignmentRow, StoredAttempt, Violation, attempt_location
-from fedplat.rounds.states import (
-    BUSY_STATES,
-    OPEN_STATES,
-    WORKING_PHASES,
-    AssignmentState,
-    AttemptPhase,
-)
+from fedplat.rounds.states import BUSY_STATES, OPEN_STATES, WORKING_PHASES, AssignmentState, AttemptPhase
 
 GRACE_S = 60.0
 """Tolerance for open assignments after their deadline while a server runs: it may be busy, and clocks may differ."""

@@ -23,9 +23,8 @@ from fedplat.rounds.invariants.records import (
     attempt_location,
     version_location,
 )
-from fedplat.rounds.protocols import warm_start
+from fedplat.rounds.protocols import ssp, warm_start
 from fedplat.rounds.protocols.base import find_training
-from fedplat.rounds.protocols.ssp import ClockSet
 from fedplat.rounds.states import ENDED_JOBS, MAKE_VERSIONS, AttemptKind, AttemptPhase, JobStatus
 
 
@@ -216,7 +215,7 @@ def clocks_are_close(job: StoredJob) -> Iterator[Violation]:
     A client begins at most `slack` clocks ahead and finishes one clock later (Ho et al. 2013, section 3).
     """
     mode, found = job.spec.stale_synchronous if job.spec is not None else None, _find_state(job)
-    if mode is None or not isinstance(found, ClockSet):
+    if mode is None or not isinstance(found, ssp.ClockSet):
         return
     most = found.minimum + mode.slack + 1
     for client_id, clock in (found.clocks | found.ahead).items():

@@ -8,21 +8,17 @@ from __future__ import annotations
 import msgspec
 
 from fedplat.job import JobSpec
-from fedplat.rounds import attempts, closing, influence, restart, selection
-from fedplat.rounds.commands import Context, Transition
-from fedplat.rounds.demand import Demand
-from fedplat.rounds.events import AggregationFailed, CandidatesDrawn
+from fedplat.rounds import attempts, closing, commands, demand, events, influence, restart, selection, states
 from fedplat.rounds.protocols.base import AttemptSizes, Ending, RoundProtocol, register
 from fedplat.rounds.records import Assignment, Attempt, JobState
-from fedplat.rounds.states import WORKING_PHASES, AttemptKind, AttemptPhase, JobStatus
 from fedplat.texts import format_count
 
 
-def begin(job: JobState, context: Context) -> Transition:
+def begin(job: JobState, context: commands.Context) -> commands.Transition:
     """Open the next round, or end the job after the last."""
     if job.round >= job.spec.rounds:
-        return Transition(closing.set_status(job, JobStatus.COMPLETED, ""))
-    return Transition(attempts.open_attempt(job, AttemptKind.TRAIN, context))
+        return commands.Transition(closing.set_status(job, states.JobStatus.COMPLETED, ""))
+    return commands.Transition(attempts.open_attempt(job, states.AttemptKind.TRAIN, context))
 
 
 def size_cohort(job: JobState) -> AttemptSizes:
@@ -48,24 +44,24 @@ def describe_cohort(spec: JobSpec) -> str:
     return f"{format_count(spec.num_wanted, 'client')} assigned and {reports} needed in each"
 
 
-def demand_cohort(job: JobState, attempt: Attempt) -> Demand | None:
+def demand_cohort(job: JobState, attempt: Attempt) -> demand.Demand | None:
     """Demand a cohort while the attempt selects.
 
     Trials per client have no target to wait for: only `wait_for` determines when enough clients are waiting.
     """
-    if attempt.phase is not AttemptPhase.SELECTING:
+    if attempt.phase is not states.AttemptPhase.SELECTING:
         return None
     options = job.spec.selection
     enough = options.wait_for or None if options.sampling.is_trial else max(options.wait_for, attempt.target)
     return selection.training_demand(job, attempt, attempt.target, enough)
 
 
-def count_candidates(job: JobState, attempt: Attempt, event: CandidatesDrawn) -> tuple[int, int]:
+def count_candidates(job: JobState, attempt: Attempt, event: events.CandidatesDrawn) -> tuple[int, int]:
     """Count the drawn clients; the last draw must have the minimum."""
     return len(event.client_ids), attempt.minimum if event.final else 1
 
 
-def judge_end(job: JobState, attempt: Attempt, context: Context) -> Ending:
+def judge_end(job: JobState, attempt: Attempt, context: commands.Context) -> Ending:
     """Close at the goal, or when no client is left to wait for; with `close = "deadline"` wait for all."""
     if attempt.num_reported + attempt.num_busy < attempt.minimum:
         return Ending.FAIL
@@ -87,12 +83,12 @@ def list_deadlines(job: JobState, attempt: Attempt) -> tuple[float | None, ...]:
     """Return the moments at which the attempt changes without an event."""
     if attempt.awaits_clients:
         return (attempt.selection_ends_at,)
-    if attempt.phase in WORKING_PHASES:
+    if attempt.phase in states.WORKING_PHASES:
         return attempt.next_deadline if attempt.num_busy else None, attempt.closes_at
     return (attempt.step_ends_at,)
 
 
-def describe_failure(job: JobState, attempt: Attempt, event: AggregationFailed) -> tuple[JobState, str]:
+def describe_failure(job: JobState, attempt: Attempt, event: events.AggregationFailed) -> tuple[JobState, str]:
     """Return why the attempt has failed; no client is to blame."""
     return job, f"aggregation failed: {event.text}"
 

@@ -13,10 +13,9 @@ from __future__ import annotations
 from msgspec import structs
 
 from fedplat.job import JobSpec
-from fedplat.rounds import attempts, closing, commands, restart, selection
+from fedplat.rounds import attempts, closing, commands, events, restart, selection
 from fedplat.rounds.commands import Command, Context, Transition
 from fedplat.rounds.demand import Demand
-from fedplat.rounds.events import CandidatesDrawn
 from fedplat.rounds.protocols.base import Ending, RoundProtocol, register
 from fedplat.rounds.records import Assignment, AssignmentSet, Attempt, JobState, make_assignment_set
 from fedplat.rounds.states import ATTEMPT_TRANSITIONS, AssignmentState, AttemptPhase, Reason, require
@@ -40,7 +39,7 @@ def demand(job: JobState, attempt: Attempt, min_eligible: int = 1) -> Demand | N
     return selection.training_demand(job, attempt, free, min_eligible)
 
 
-def on_drawn(job: JobState, attempt: Attempt, event: CandidatesDrawn, context: Context) -> Transition:
+def on_drawn(job: JobState, attempt: Attempt, event: events.CandidatesDrawn, context: Context) -> Transition:
     """Assign the drawn clients; if none was available in time, close with the reports, or fail."""
     if not event.client_ids:
         return closing.close_without_clients(job, context)

@@ -5,23 +5,21 @@ from __future__ import annotations
 import math
 
 from fedplat.job.sections import ClientEvaluation
-from fedplat.rounds import attempts, closing
+from fedplat.rounds import attempts, closing, demand, states
 from fedplat.rounds.commands import ACCEPTED, Context, Transition, Verdict
-from fedplat.rounds.demand import EVALUATOR, Demand
 from fedplat.rounds.protocols.base import AttemptSizes, Ending, RoundProtocol, register
 from fedplat.rounds.records import Assignment, Attempt, JobState
-from fedplat.rounds.states import AttemptKind, AttemptPhase, Reason
 from fedplat.sampling import Uniform
 
 
 def begin(job: JobState, context: Context) -> Transition | None:
     """Open an evaluation after a round that is due for one."""
     evaluation, last = job.spec.evaluation, job.attempt
-    if evaluation.clients is None or last is None or last.kind is not AttemptKind.TRAIN:
+    if evaluation.clients is None or last is None or last.kind is not states.AttemptKind.TRAIN:
         return None
-    if last.phase is not AttemptPhase.COMMITTED or not evaluation.is_due(job.round, job.spec.rounds):
+    if last.phase is not states.AttemptPhase.COMMITTED or not evaluation.is_due(job.round, job.spec.rounds):
         return None
-    return Transition(attempts.open_attempt(job, AttemptKind.EVALUATE, context))
+    return Transition(attempts.open_attempt(job, states.AttemptKind.EVALUATE, context))
 
 
 def _options(job: JobState) -> ClientEvaluation:
@@ -36,14 +34,14 @@ def _size(job: JobState) -> AttemptSizes:
 
 def _advance(job: JobState, attempt: Attempt, context: Context) -> Transition | None:
     """Commit: there is nothing to aggregate. It is a step of its own, as the history has a row for each state."""
-    is_closed = attempt.phase is AttemptPhase.COMMITTING
+    is_closed = attempt.phase is states.AttemptPhase.COMMITTING
     return Transition(closing.commit(job, attempt, context)) if is_closed else None
 
 
-def _demand(job: JobState, attempt: Attempt) -> Demand | None:
-    if attempt.phase is not AttemptPhase.SELECTING:
+def _demand(job: JobState, attempt: Attempt) -> demand.Demand | None:
+    if attempt.phase is not states.AttemptPhase.SELECTING:
         return None
-    return Demand(
+    return demand.Demand(
         attempt.key,
         attempt.kind,
         job.spec.population,
@@ -53,13 +51,13 @@ def _demand(job: JobState, attempt: Attempt) -> Demand | None:
         attempt.target,
         frozenset[str](),
         Uniform(),
-        role=EVALUATOR,
+        role=demand.EVALUATOR,
     )
 
 
 def _judge_upload(job: JobState, assignment: Assignment) -> Verdict:
     """Refuse: otherwise a client could extend its deadline by `upload_s`."""
-    return Verdict(Reason.REJECTED_DIGEST, "an evaluation has no update")
+    return Verdict(states.Reason.REJECTED_DIGEST, "an evaluation has no update")
 
 
 def _judge_end(job: JobState, attempt: Attempt, context: Context) -> Ending:

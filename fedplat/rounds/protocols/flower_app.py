@@ -9,14 +9,12 @@ import sys
 import msgspec
 from msgspec import structs
 
-from fedplat.rounds import attempts, closing, selection
+from fedplat.rounds import attempts, closing, events, selection, states
 from fedplat.rounds.commands import Context, Transition
 from fedplat.rounds.demand import Demand
-from fedplat.rounds.events import CandidatesDrawn
 from fedplat.rounds.protocols import averaging
 from fedplat.rounds.protocols.base import AttemptSizes, Ending, RoundProtocol, register
 from fedplat.rounds.records import Attempt, JobState
-from fedplat.rounds.states import AttemptPhase, JobStatus
 from fedplat.sampling import Uniform
 
 _NO_ROLLBACK = "cannot roll back a job with a Flower app, which would not know of it; submit a new job instead"
@@ -29,13 +27,13 @@ def cohort_of(job: JobState) -> tuple[str, ...]:
 
 def fills_cohort(attempt: Attempt) -> bool:
     """Return whether clients that the app has drawn are still to be assigned, while others work already."""
-    return attempt.phase is AttemptPhase.COLLECTING and len(attempt.assignments) < attempt.target
+    return attempt.phase is states.AttemptPhase.COLLECTING and len(attempt.assignments) < attempt.target
 
 
 def _begin(job: JobState, context: Context) -> Transition:
     """End the job when the app has drawn no one."""
     if not cohort_of(job):
-        return Transition(closing.set_status(job, JobStatus.COMPLETED, ""))
+        return Transition(closing.set_status(job, states.JobStatus.COMPLETED, ""))
     return averaging.begin(job, context)
 
 
@@ -48,13 +46,13 @@ def _size(job: JobState) -> AttemptSizes:
 
 def _demand(job: JobState, attempt: Attempt) -> Demand | None:
     """Demand the clients that the app has drawn, each of which is assigned when it waits."""
-    if attempt.phase is not AttemptPhase.SELECTING and not fills_cohort(attempt):
+    if attempt.phase is not states.AttemptPhase.SELECTING and not fills_cohort(attempt):
         return None
     demand = selection.training_demand(job, attempt, attempt.target - len(attempt.assignments), 1)
     return dataclasses.replace(demand, sampling=Uniform(), cohort=frozenset(cohort_of(job)))
 
 
-def _on_drawn(job: JobState, attempt: Attempt, event: CandidatesDrawn, context: Context) -> Transition:
+def _on_drawn(job: JobState, attempt: Attempt, event: events.CandidatesDrawn, context: Context) -> Transition:
     """Assign clients as they arrive; when the time is over, do without the others."""
     if not event.client_ids and not fills_cohort(attempt):
         return attempts.assign_cohort(job, attempt, event, context)

@@ -19,21 +19,10 @@ from msgspec import structs
 
 from fedplat.config.decoding import require_known
 from fedplat.gossip import coordinator as gossip
-from fedplat.gossip import shares, steps
-from fedplat.gossip.messages import (
-    BeginRound,
-    EndJob,
-    GossipCommand,
-    GossipEvent,
-    SetTimer,
-    SiloAnnounced,
-    SiloDeparted,
-    SiloReturned,
-    TimerPassed,
-)
+from fedplat.gossip import messages, shares, steps
 from fedplat.gossip.state import GossipPhase, GossipRules, GossipState, state_from_builtins, state_to_builtins
 from fedplat.job import JobSpec
-from fedplat.rounds import attempts, closing, futility, selection
+from fedplat.rounds import attempts, closing, demand, futility, privacy_rules, selection, states
 from fedplat.rounds.commands import (
     Command,
     Context,
@@ -43,27 +32,15 @@ from fedplat.rounds.commands import (
     end_assignment,
     put_assignment,
 )
-from fedplat.rounds.demand import Demand
 from fedplat.rounds.events import CandidatesDrawn, JobEvent, SiloReported, SilosLost
-from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat.rounds.protocols.base import Ending, Membership, PhaseProgress, RoundProtocol, register
 from fedplat.rounds.records import NO_FUTILE, Assignment, Attempt, AttemptKey, JobState, ModelVersion
-from fedplat.rounds.states import (
-    ASSIGNMENT_TRANSITIONS,
-    ATTEMPT_TRANSITIONS,
-    AssignmentState,
-    AttemptKind,
-    AttemptPhase,
-    JobStatus,
-    Reason,
-    require,
-)
 from fedplat.texts import format_count
 
-_PHASES: Mapping[GossipPhase, AttemptPhase] = {
-    GossipPhase.EXCHANGING: AttemptPhase.EXCHANGING,
-    GossipPhase.OFFERING_KEYS: AttemptPhase.REDUCING,
-    GossipPhase.REDUCING: AttemptPhase.REDUCING,
+_PHASES: Mapping[GossipPhase, states.AttemptPhase] = {
+    GossipPhase.EXCHANGING: states.AttemptPhase.EXCHANGING,
+    GossipPhase.OFFERING_KEYS: states.AttemptPhase.REDUCING,
+    GossipPhase.REDUCING: states.AttemptPhase.REDUCING,
 }
 
 
@@ -84,13 +61,13 @@ def make_rules(spec: JobSpec) -> GossipRules:
 
 def wants_silos(attempt: Attempt) -> bool:
     """Return whether silos that check in still take part in the round."""
-    return attempt.phase in (AttemptPhase.SELECTING, AttemptPhase.COLLECTING)
+    return attempt.phase in (states.AttemptPhase.SELECTING, states.AttemptPhase.COLLECTING)
 
 
 def advance(job: JobState, attempt: Attempt, context: Context) -> Transition | None:
     """Process a timer that has passed; None if there is nothing to do."""
     is_over = attempt.step_ends_at is not None and attempt.step_ends_at <= context.now
-    return _step(job, TimerPassed(state_of(job).timer), context) if is_over else None
+    return _step(job, messages.TimerPassed(state_of(job).timer), context) if is_over else None
 
 
 def begin(job: JobState, context: Context) -> Transition | None:
@@ -138,10 +115,10 @@ def _count_phase(job: JobState, attempt: Attempt) -> PhaseProgress | None:
     match state.phase:
         case GossipPhase.EXCHANGING:
             num_silos = len(state.announced)
-            return PhaseProgress(AttemptPhase.EXCHANGING, num_silos - len(state.awaited), num_silos)
+            return PhaseProgress(states.AttemptPhase.EXCHANGING, num_silos - len(state.awaited), num_silos)
         case GossipPhase.OFFERING_KEYS | GossipPhase.REDUCING:
             num_silos = len(state.offers) or len(state.candidates)
-            return PhaseProgress(AttemptPhase.REDUCING, len(state.completed), num_silos)
+            return PhaseProgress(states.AttemptPhase.REDUCING, len(state.completed), num_silos)
         case _:
             return None
 
@@ -155,12 +132,12 @@ def assign(job: JobState, attempt: Attempt, event: CandidatesDrawn, context: Con
         assignment, command = attempts.make_assignment(attempt, client_id, left, 0.0, context)
         made.append(assignment)
         commands.append(command)
-    if made and attempt.phase is AttemptPhase.SELECTING:
-        phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.COLLECTING)
+    if made and attempt.phase is states.AttemptPhase.SELECTING:
+        phase = states.require(states.ATTEMPT_TRANSITIONS, attempt.phase, states.AttemptPhase.COLLECTING)
         attempt = structs.replace(attempt, phase=phase)
     state = state_of(job)
     for client_id in event.client_ids:
-        state, _ = gossip.step(state, SiloReturned(client_id))
+        state, _ = gossip.step(state, messages.SiloReturned(client_id))
     return Transition(structs.replace(job, attempt=attempt.with_assignments(made), protocol=state), tuple(commands))
 
 
@@ -180,7 +157,7 @@ def on_reported(job: JobState, event: SiloReported, context: Context) -> Transit
     for each in event.events:
         if after.job.open_attempt is None or after.job.open_attempt.key != event.key:
             break  # its last report has ended the round
-        if isinstance(each, SiloAnnounced) and gossip.takes_model(state_of(after.job), each):
+        if isinstance(each, messages.SiloAnnounced) and gossip.takes_model(state_of(after.job), each):
             after = structs.replace(after, job=_advertise(after.job, each, event, context))
         after = _step(after.job, each, context)
         commands.extend(after.commands)
@@ -196,17 +173,21 @@ def on_lost(job: JobState, event: SilosLost, context: Context) -> Transition:
             break
         assignment = attempt.assignments.get(client_id)
         if assignment is not None and assignment.is_busy:
-            ended = end_assignment(assignment, AssignmentState.LATE, Reason.UNREACHABLE)
+            ended = end_assignment(assignment, states.AssignmentState.LATE, states.Reason.UNREACHABLE)
             after = Transition(put_assignment(after.job, ended))
             commands.extend(abort_commands([ended]))
-        after = _step(after.job, SiloDeparted(client_id), context)
+        after = _step(after.job, messages.SiloDeparted(client_id), context)
         commands.extend(after.commands)
     return structs.replace(after, commands=tuple(commands))
 
 
 def on_ended(job: JobState, assignment: Assignment, context: Context) -> Transition:
     """Continue without a silo whose assignment has ended: it failed, or was revoked."""
-    return _step(job, SiloDeparted(assignment.client_id), context) if job.open_attempt is not None else Transition(job)
+    return (
+        _step(job, messages.SiloDeparted(assignment.client_id), context)
+        if job.open_attempt is not None
+        else Transition(job)
+    )
 
 
 def resume(job: JobState, attempt: Attempt, context: Context) -> Transition:
@@ -217,7 +198,7 @@ def resume(job: JobState, attempt: Attempt, context: Context) -> Transition:
 # --- from the commands of the decentralised job to attempts and assignments --------------------------------
 
 
-def _step(job: JobState, event: GossipEvent, context: Context) -> Transition:
+def _step(job: JobState, event: messages.GossipEvent, context: Context) -> Transition:
     before = state_of(job)
     state, commands = gossip.step(before, event)
     if state is before and not commands:
@@ -238,23 +219,27 @@ def _count_failure(after: Transition, context: Context) -> Transition:
     if attempt is None:
         return after
     job = structs.replace(job, futile=futility.count(job, attempt))
-    if job.status is not JobStatus.RUNNING or not futility.gives_up(job):
+    if job.status is not states.JobStatus.RUNNING or not futility.gives_up(job):
         return structs.replace(after, job=job)
     text = futility.describe_pause(job, f"round {attempt.key.round}", job.reason)
-    ended, commands = closing.abandon_all(job, Reason.ATTEMPT_ABANDONED, job.reason, context)
-    return Transition(closing.set_status(ended, JobStatus.PAUSED, text), after.commands + commands, after.verdict)
+    ended, commands = closing.abandon_all(job, states.Reason.ATTEMPT_ABANDONED, job.reason, context)
+    return Transition(
+        closing.set_status(ended, states.JobStatus.PAUSED, text), after.commands + commands, after.verdict
+    )
 
 
-def _follow(job: JobState, before: GossipState, commands: Iterable[GossipCommand], context: Context) -> Transition:
+def _follow(
+    job: JobState, before: GossipState, commands: Iterable[messages.GossipCommand], context: Context
+) -> Transition:
     """Carry out commands; the others (models to get, rows, rings) silos find in the state."""
     found: list[Command] = []
     for command in commands:
         match command:
-            case BeginRound():
+            case messages.BeginRound():
                 job, more = _commit(job, before, context)  # `advance` opens the next attempt
-            case EndJob():
+            case messages.EndJob():
                 job, more = _end(job, before, command, context)
-            case SetTimer():
+            case messages.SetTimer():
                 job, more = _set_timer(job, context.now + command.seconds), ()
             case _:
                 more = ()
@@ -272,8 +257,8 @@ def _open(job: JobState, context: Context) -> JobState:
     number = last.key.number + 1 if last is not None and last.key.round == round_number else 1
     attempt = Attempt(
         key=AttemptKey(job.job_id, round_number, number),
-        kind=AttemptKind.TRAIN,
-        phase=AttemptPhase.SELECTING,
+        kind=states.AttemptKind.TRAIN,
+        phase=states.AttemptPhase.SELECTING,
         base_version=job.latest.version,
         goal=job.spec.selection.goal,
         minimum=job.spec.selection.minimum,
@@ -302,32 +287,32 @@ def _enter_phase(job: JobState) -> tuple[JobState, tuple[Command, ...]]:
     commands: tuple[Command, ...] = (NextStep(attempt.key, phase),)
     if attempt.phase is not phase:
         attempt, late = _end_late(attempt)
-        attempt = structs.replace(attempt, phase=require(ATTEMPT_TRANSITIONS, attempt.phase, phase))
+        attempt = structs.replace(attempt, phase=states.require(states.ATTEMPT_TRANSITIONS, attempt.phase, phase))
         job, commands = structs.replace(job, attempt=attempt), (*late, *commands)
     return job, commands
 
 
 def _end_late(attempt: Attempt) -> tuple[Attempt, tuple[Command, ...]]:
     late = [
-        end_assignment(each, AssignmentState.LATE, Reason.TRAIN_TIMEOUT)
+        end_assignment(each, states.AssignmentState.LATE, states.Reason.TRAIN_TIMEOUT)
         for each in attempt.busy
-        if each.state is AssignmentState.TRAINING
+        if each.state is states.AssignmentState.TRAINING
     ]
     return attempt.with_assignments(late), abort_commands(late)
 
 
-def _advertise(job: JobState, announced: SiloAnnounced, event: SiloReported, context: Context) -> JobState:
+def _advertise(job: JobState, announced: messages.SiloAnnounced, event: SiloReported, context: Context) -> JobState:
     """Record that a silo has announced its model."""
     assignment, model = job.find(event.key, event.client_id), announced.model
-    if assignment is None or assignment.state is not AssignmentState.TRAINING:
+    if assignment is None or assignment.state is not states.AssignmentState.TRAINING:
         return job
     advertised = structs.replace(
         assignment,
-        state=require(ASSIGNMENT_TRANSITIONS, assignment.state, AssignmentState.ADVERTISED),
+        state=states.require(states.ASSIGNMENT_TRANSITIONS, assignment.state, states.AssignmentState.ADVERTISED),
         digest=model.digest,
         num_examples=model.num_examples,
         weight=model.num_examples if state_of(job).rules.by_examples else 1.0,
-        metrics=disclosure_of(job.spec).kept_metrics(event.metrics),
+        metrics=privacy_rules.disclosure_of(job.spec).kept_metrics(event.metrics),
         took_s=context.now - assignment.assigned_at,
         staleness=0,
     )
@@ -344,7 +329,7 @@ def _commit(job: JobState, before: GossipState, context: Context) -> tuple[JobSt
     merged = [
         structs.replace(
             each,
-            state=require(ASSIGNMENT_TRANSITIONS, each.state, AssignmentState.MERGED),
+            state=states.require(states.ASSIGNMENT_TRANSITIONS, each.state, states.AssignmentState.MERGED),
             weight=weights.get(each.client_id, 0.0),
             text=f"it is not in the mean: {left}" if (left := before.left_out.get(each.client_id)) else each.text,
         )
@@ -371,16 +356,18 @@ def _describe(before: GossipState, after: GossipState) -> dict[str, float]:
     return found | ({"relative_distance": relative} if math.isfinite(relative) else {})
 
 
-def _end(job: JobState, before: GossipState, end: EndJob, context: Context) -> tuple[JobState, tuple[Command, ...]]:
+def _end(
+    job: JobState, before: GossipState, end: messages.EndJob, context: Context
+) -> tuple[JobState, tuple[Command, ...]]:
     """End the job: with the mean as its version, or with the reason why the silos have no mean."""
     if end.status == "FAILED":
-        failed, commands = closing.abandon_all(job, Reason.ATTEMPT_ABANDONED, end.reason, context)
-        return closing.set_status(failed, JobStatus.FAILED, end.reason), commands
+        failed, commands = closing.abandon_all(job, states.Reason.ATTEMPT_ABANDONED, end.reason, context)
+        return closing.set_status(failed, states.JobStatus.FAILED, end.reason), commands
     assert job.attempt is not None
     key = job.attempt.key
     job, commands = _commit(job, before, context)
     assert job.attempt is not None
-    merged = [each for each in job.attempt.assignments.values() if each.state is AssignmentState.MERGED]
+    merged = [each for each in job.attempt.assignments.values() if each.state is states.AssignmentState.MERGED]
     version = ModelVersion(
         version=job.latest.version + 1,
         round=key.round,
@@ -391,7 +378,7 @@ def _end(job: JobState, before: GossipState, end: EndJob, context: Context) -> t
         total_weight=math.fsum(each.weight for each in merged),
         is_held_by_clients=True,
     )
-    return closing.set_status(structs.replace(job, latest=version), JobStatus.COMPLETED, ""), commands
+    return closing.set_status(structs.replace(job, latest=version), states.JobStatus.COMPLETED, ""), commands
 
 
 def _remaining_s(attempt: Attempt, context: Context) -> float:
@@ -413,7 +400,7 @@ def _read_state(stored: object, spec: JobSpec) -> GossipState | None:
     return state_from_builtins(stored, make_rules(spec))
 
 
-def _demand(job: JobState, attempt: Attempt) -> Demand | None:
+def _demand(job: JobState, attempt: Attempt) -> demand.Demand | None:
     """Demand silos while models are announced; they are assigned as they arrive."""
     free = attempt.target - attempt.num_busy
     wants = wants_silos(attempt) and free > 0

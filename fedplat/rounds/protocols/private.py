@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from fedplat.rounds import closing, privacy_rules
-from fedplat.rounds.commands import Context, Transition
+from fedplat.rounds import closing, commands, privacy_rules, records, states
 from fedplat.rounds.protocols.base import AttemptSizes, Ending, RoundProtocol
-from fedplat.rounds.records import Attempt, JobState
-from fedplat.rounds.states import JobStatus
 
 
 def wrap(inner: RoundProtocol) -> RoundProtocol:
@@ -22,21 +19,21 @@ def wrap(inner: RoundProtocol) -> RoundProtocol:
     their number in any case.
     """
 
-    def begin(job: JobState, context: Context) -> Transition | None:
+    def begin(job: records.JobState, context: commands.Context) -> commands.Transition | None:
         """Pause instead of opening a round for which the budget does not suffice."""
         begun = inner.begin(job, context)
         if begun is None or begun.job.open_attempt is None:
             return begun
         spent = privacy_rules.describe_spent_budget(job)
-        return Transition(closing.set_status(job, JobStatus.PAUSED, spent)) if spent else begun
+        return commands.Transition(closing.set_status(job, states.JobStatus.PAUSED, spent)) if spent else begun
 
-    def judge_end(job: JobState, attempt: Attempt, context: Context) -> Ending:
+    def judge_end(job: records.JobState, attempt: records.Attempt, context: commands.Context) -> Ending:
         """Close an attempt that hides its sample only at its moment."""
         if attempt.closes_at is None:
             return inner.judge_end(job, attempt, context)
         return Ending.WAIT if context.now < attempt.closes_at else Ending.CLOSE
 
-    def sizes(job: JobState) -> AttemptSizes:
+    def sizes(job: records.JobState) -> AttemptSizes:
         return inner.sizes(job) if inner.has_masks else inner.sizes(job)._replace(minimum=0)
 
     return dataclasses.replace(

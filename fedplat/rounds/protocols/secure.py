@@ -15,32 +15,15 @@ from msgspec import structs
 from fedplat.errors import SecureAggregationError
 from fedplat.job import JobSpec
 from fedplat.job.secure import group_minimum, num_groups, require_secure
-from fedplat.rounds import attempts, closing, commands, restart
-from fedplat.rounds.changes import MESSAGE_KINDS
+from fedplat.rounds import attempts, changes, closing, commands, events, restart
 from fedplat.rounds.commands import ACCEPTED, Context, Transition, Verdict
 from fedplat.rounds.demand import Demand
-from fedplat.rounds.events import (
-    AggregationFailed,
-    KeysAdvertised,
-    MasksAnswered,
-    SharesSent,
-    SurvivorsConfirmed,
-    UpdateReported,
-)
 from fedplat.rounds.protocols import averaging, secure_phases
 from fedplat.rounds.protocols.base import AttemptSizes, Ending, PhaseProgress, RoundProtocol, register
 from fedplat.rounds.protocols.secure_phases import messages_of
 from fedplat.rounds.records import Assignment, Attempt, JobState, SecureMessages
-from fedplat.rounds.states import (
-    ASSIGNMENT_TRANSITIONS,
-    REASON_TEXTS,
-    AssignmentState,
-    AttemptPhase,
-    Reason,
-    require,
-)
-from fedplat.secure_aggregation.messages import KeyAdvertisement
-from fedplat.secure_aggregation.setup import FEATURE
+from fedplat.rounds.states import ASSIGNMENT_TRANSITIONS, REASON_TEXTS, AssignmentState, AttemptPhase, Reason, require
+from fedplat.secure_aggregation import messages, setup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +53,7 @@ _ANSWER = _Step("answer", AttemptPhase.UNMASKING, AssignmentState.REPORTED, froz
 def list_sent(assignment: Assignment) -> Mapping[str, bytes]:
     """Return the messages that a client has sent, by their kinds."""
     part = assignment.secure
-    return {} if part is None else {kind: sent for kind in MESSAGE_KINDS if (sent := getattr(part, kind))}
+    return {} if part is None else {kind: sent for kind in changes.MESSAGE_KINDS if (sent := getattr(part, kind))}
 
 
 def forget(attempt: Attempt) -> Attempt:
@@ -118,7 +101,7 @@ def _count_sent(attempt: Attempt, kind: str) -> int:
     return sum(kind in list_sent(each) for each in attempt.assignments.values())
 
 
-def on_keys(job: JobState, event: KeysAdvertised, context: Context) -> Transition:
+def on_keys(job: JobState, event: events.KeysAdvertised, context: Context) -> Transition:
     """Store the keys of a client that has trained. Invalid keys, or those of another client, end its assignment."""
     found = _find_sender(job, event, _KEYS, event.keys)
     if isinstance(found, Verdict):
@@ -138,7 +121,7 @@ def on_keys(job: JobState, event: KeysAdvertised, context: Context) -> Transitio
     return Transition(commands.put_assignment(closing.measure_duration(job, found, context), advertised))
 
 
-def on_shares(job: JobState, event: SharesSent, context: Context) -> Transition:
+def on_shares(job: JobState, event: events.SharesSent, context: Context) -> Transition:
     """Store the shares of a client."""
     found = _find_sender(job, event, _SHARES, event.shares)
     if isinstance(found, Verdict):
@@ -152,7 +135,7 @@ def on_shares(job: JobState, event: SharesSent, context: Context) -> Transition:
     return Transition(commands.put_assignment(job, shared))
 
 
-def on_confirmation(job: JobState, event: SurvivorsConfirmed, context: Context) -> Transition:
+def on_confirmation(job: JobState, event: events.SurvivorsConfirmed, context: Context) -> Transition:
     """Store a client's confirmation of the survivors."""
     found = _find_sender(job, event, _CONFIRMATION, event.confirmation)
     if isinstance(found, Verdict):
@@ -161,7 +144,7 @@ def on_confirmation(job: JobState, event: SurvivorsConfirmed, context: Context) 
     return Transition(_count_message(commands.put_assignment(job, structs.replace(found, secure=confirmed))))
 
 
-def on_answer(job: JobState, event: MasksAnswered, context: Context) -> Transition:
+def on_answer(job: JobState, event: events.MasksAnswered, context: Context) -> Transition:
     """Store a client's shares of the others' masks."""
     found = _find_sender(job, event, _ANSWER, event.answer)
     if isinstance(found, Verdict):
@@ -187,7 +170,7 @@ def judge_upload(job: JobState, assignment: Assignment) -> Verdict:
     return Verdict(Reason.STALE, text)
 
 
-def judge_report(event: UpdateReported) -> Verdict:
+def judge_report(event: events.UpdateReported) -> Verdict:
     """Return whether a report reveals nothing about its masked update."""
     if event.num_examples != 1.0:
         text = f"a masked update counts as 1 example, not {event.num_examples:g}: its weight is inside"
@@ -199,7 +182,7 @@ def judge_report(event: UpdateReported) -> Verdict:
 
 def _find_sender(
     job: JobState,
-    event: KeysAdvertised | SharesSent | SurvivorsConfirmed | MasksAnswered,
+    event: events.KeysAdvertised | events.SharesSent | events.SurvivorsConfirmed | events.MasksAnswered,
     step: _Step,
     content: bytes,
 ) -> Assignment | Verdict:
@@ -229,7 +212,7 @@ def _describe_key_fault(attempt: Attempt, content: bytes) -> str:
     A key in the message of another client is found as bytes: decoding the messages of all for each takes long.
     """
     try:
-        keys = KeyAdvertisement.from_bytes(content)
+        keys = messages.KeyAdvertisement.from_bytes(content)
     except SecureAggregationError as exc:
         return str(exc)
     if keys.encryption_key == keys.masking_key:
@@ -272,14 +255,14 @@ def _on_reclaimed(job: JobState, assignment: Assignment, context: Context) -> Tr
     return attempts.reassign(job, assignment, context)
 
 
-def _on_reported(job: JobState, assignment: Assignment, event: UpdateReported, context: Context) -> Transition:
+def _on_reported(job: JobState, assignment: Assignment, event: events.UpdateReported, context: Context) -> Transition:
     """Take a report that reveals nothing, while the attempt collects."""
     if not (verdict := judge_upload(job, assignment)).accepted:
         return Transition(job, verdict=verdict)
     return attempts.take_report(job, assignment, dataclasses.replace(event, norm=None), context)
 
 
-def _blame(job: JobState, attempt: Attempt, event: AggregationFailed) -> tuple[JobState, str]:
+def _blame(job: JobState, attempt: Attempt, event: events.AggregationFailed) -> tuple[JobState, str]:
     job, text = averaging.describe_failure(job, attempt, event)
     return secure_phases.reject_culprits(job, attempt, event.culprits, event.text), text
 
@@ -303,13 +286,13 @@ SECURE = register(
     RoundProtocol(
         name="secure",
         has_masks=True,
-        features=frozenset({FEATURE}),
+        features=frozenset({setup.FEATURE}),
         first_phase=AttemptPhase.ADVERTISING,
         handlers={
-            KeysAdvertised: on_keys,
-            SharesSent: on_shares,
-            SurvivorsConfirmed: on_confirmation,
-            MasksAnswered: on_answer,
+            events.KeysAdvertised: on_keys,
+            events.SharesSent: on_shares,
+            events.SurvivorsConfirmed: on_confirmation,
+            events.MasksAnswered: on_answer,
         },
         list_needs=_list_needs,
         begin=_begin,

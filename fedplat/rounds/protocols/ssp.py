@@ -39,14 +39,12 @@ from msgspec import Struct, field, structs
 from fedplat.config.decoding import prepare_type, require_known
 from fedplat.job import JobSpec
 from fedplat.modes import StaleSynchronous
-from fedplat.rounds import attempts
-from fedplat.rounds.changes import find_changed
+from fedplat.rounds import attempts, changes, events
 from fedplat.rounds.commands import Context, Transition
 from fedplat.rounds.demand import Demand, Gate
-from fedplat.rounds.events import CandidatesDrawn, JobEvent, RollCalled
 from fedplat.rounds.protocols import buffered
 from fedplat.rounds.protocols.base import Membership, Roll, register
-from fedplat.rounds.records import Assignment, Attempt, JobState
+from fedplat.rounds.records import Attempt, JobState
 from fedplat.rounds.states import AssignmentState, AttemptKind, JobStatus, Reason
 
 CLEAN_CLOCKS = 16
@@ -217,14 +215,14 @@ def _demand(job: JobState, attempt: Attempt) -> Demand | None:
     return dataclasses.replace(demand, gate=make_gate(job)) if demand is not None else None
 
 
-def _on_drawn(job: JobState, attempt: Attempt, event: CandidatesDrawn, context: Context) -> Transition:
+def _on_drawn(job: JobState, attempt: Attempt, event: events.CandidatesDrawn, context: Context) -> Transition:
     if not event.client_ids:
         return buffered.on_drawn(job, attempt, event, context)
     return attempts.assign(job, attempt, admit(job, event.client_ids), context)
 
 
-def _event_of_revocation(job: JobState, client_id: str) -> JobEvent | None:
-    return RollCalled(job.job_id, revoked=frozenset({client_id})) if client_id in clocks_of(job).clocks else None
+def _event_of_revocation(job: JobState, client_id: str) -> events.JobEvent | None:
+    return events.RollCalled(job.job_id, revoked=frozenset({client_id})) if client_id in clocks_of(job).clocks else None
 
 
 def _roll(job: JobState, context: Context) -> Roll | None:
@@ -269,14 +267,14 @@ def list_withheld(job: JobState) -> list[str]:
 def follow(before: JobState, after: JobState, context: Context) -> JobState:
     """Update the clocks after a transition from one state to another."""
     clocks, until = clocks_of(after), context.now + after.spec.deadlines.selection_s
-    for each in find_changed(before, after):
+    for each in changes.find_changed(before, after):
         if each.kind is not AttemptKind.TRAIN:
             continue
         if each.is_busy:
             clocks = clocks.join(each.client_id)
         elif each.state is AssignmentState.MERGED:
             clocks = clocks.tick(each.client_id).expect([each.client_id], until)
-        elif _has_left(each):
+        elif each.state in _ENDED_BY_CLIENT or each.reason is Reason.REVOKED:
             clocks = clocks.leave([each.client_id])
         elif each.state in _ENDED_BY_SERVER:
             clocks = clocks.expect([each.client_id], until)
@@ -294,7 +292,7 @@ def expect_members(job: JobState, context: Context) -> JobState:
     return structs.replace(job, protocol=clocks_of(job).expect(idle, context.now + job.spec.deadlines.selection_s))
 
 
-def on_roll_call(job: JobState, event: RollCalled, context: Context) -> Transition:
+def on_roll_call(job: JobState, event: events.RollCalled, context: Context) -> Transition:
     """Remove the members that are absent for too long, or only the revoked ones. Those present are expected again."""
     if event.revoked:
         working = {each.client_id for each in job.open_assignments}
@@ -311,17 +309,13 @@ def on_roll_call(job: JobState, event: RollCalled, context: Context) -> Transiti
     return Transition(structs.replace(job, protocol=clocks))
 
 
-def _has_left(ended: Assignment) -> bool:
-    return ended.state in _ENDED_BY_CLIENT or ended.reason is Reason.REVOKED
-
-
 SSP = register(
     dataclasses.replace(
         buffered.BUFFERED,
         name="ssp",
         write_state=_write_state,
         read_state=_read_state,
-        handlers={RollCalled: on_roll_call},
+        handlers={events.RollCalled: on_roll_call},
         demand=_demand,
         on_drawn=_on_drawn,
         membership=Membership(

@@ -10,10 +10,9 @@ from __future__ import annotations
 from msgspec import structs
 
 from fedplat.job import JobSpec
-from fedplat.rounds.commands import Context, RunWarmStart, Transition
+from fedplat.rounds import commands, states
 from fedplat.rounds.protocols.base import AttemptSizes, Ending, RoundProtocol, register
 from fedplat.rounds.records import Attempt, AttemptKey, JobState
-from fedplat.rounds.states import FIRST_PHASES, AttemptKind
 
 
 def is_wanted(spec: JobSpec) -> bool:
@@ -26,15 +25,15 @@ def is_due(job: JobState) -> bool:
     return is_wanted(job.spec) and job.latest.version == 0
 
 
-def begin(job: JobState, context: Context) -> Transition | None:
+def begin(job: JobState, context: commands.Context) -> commands.Transition | None:
     """Open the attempt, and start its training, unless the job has it behind it."""
     if not is_due(job):
         return None
     number = job.attempt.key.number + 1 if job.attempt is not None else 1
     attempt = Attempt(
         key=AttemptKey(job.job_id, 0, number),
-        kind=AttemptKind.WARM_START,
-        phase=FIRST_PHASES[AttemptKind.WARM_START],
+        kind=states.AttemptKind.WARM_START,
+        phase=states.FIRST_PHASES[states.AttemptKind.WARM_START],
         base_version=job.latest.version,
         goal=0,
         minimum=0,
@@ -43,7 +42,7 @@ def begin(job: JobState, context: Context) -> Transition | None:
         selection_ends_at=context.now,
     )
     after = structs.replace(job, attempt=attempt, resume_at=None, reason="")
-    return Transition(after, (make_command(attempt),))
+    return commands.Transition(after, (make_command(attempt),))
 
 
 def describe(job: JobState, attempt: Attempt) -> str:
@@ -51,9 +50,9 @@ def describe(job: JobState, attempt: Attempt) -> str:
     return "the start of the app" if job.spec.flower is not None else "the warm start"
 
 
-def make_command(attempt: Attempt) -> RunWarmStart:
+def make_command(attempt: Attempt) -> commands.RunWarmStart:
     """Return the command that runs the training of an attempt, at its start and again after a restart."""
-    return RunWarmStart(attempt.key, attempt.base_version)
+    return commands.RunWarmStart(attempt.key, attempt.base_version)
 
 
 WARM_START = register(
@@ -68,6 +67,6 @@ WARM_START = register(
         demand=lambda job, attempt: None,
         judge_end=lambda job, attempt, context: Ending.WAIT,
         on_aggregation_failed=lambda job, attempt, event: (job, event.text),
-        resume=lambda job, attempt, context: Transition(job, (make_command(attempt),)),
+        resume=lambda job, attempt, context: commands.Transition(job, (make_command(attempt),)),
     )
 )

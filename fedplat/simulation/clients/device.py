@@ -17,14 +17,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fedplat.rounds import AssignmentId, AttemptKey
-from fedplat.rounds.commands import Assign
-from fedplat.rounds.states import HAVE_UPDATES, AttemptKind, AttemptPhase
+from fedplat import rounds, wire
+from fedplat.rounds import commands, states
 from fedplat.simulation.clients import Fleet
 from fedplat.simulation.clients.availability import Clients
 from fedplat.simulation.clients.distributions import Floats, hash_uniform, hashed_normal
 from fedplat.simulation.engines.interface import ClientTask
-from fedplat.wire import INLINE_BYTES
 
 _OUTCOME, _MOMENT, _NOISE, _STRAGGLES, _PART = range(5)
 MIN_WORK_S = 1e-6
@@ -43,8 +41,8 @@ class DeviceAssignment:
     """
 
     client_id: str
-    key: AttemptKey
-    kind: AttemptKind
+    key: rounds.AttemptKey
+    kind: states.AttemptKind
     version: int
     client: int
     number: int
@@ -58,17 +56,17 @@ class DeviceAssignment:
     fraction: float
     client_task: ClientTask | None = None
     is_over: bool = False
-    phase: AttemptPhase = AttemptPhase.ADVERTISING
+    phase: states.AttemptPhase = states.AttemptPhase.ADVERTISING
 
     @property
     def trains(self) -> bool:
         """True if the client trains, and does not only score a model."""
-        return self.kind in HAVE_UPDATES
+        return self.kind in states.HAVE_UPDATES
 
     @property
-    def id(self) -> AssignmentId:
+    def id(self) -> rounds.AssignmentId:
         """The identity of the assignment, and of its update."""
-        return AssignmentId(self.key, self.client_id)
+        return rounds.AssignmentId(self.key, self.client_id)
 
 
 class Sizes(NamedTuple):
@@ -119,7 +117,7 @@ class Planner:
         self._numbers: npt.NDArray[np.int64] = np.zeros(fleet.num_clients, np.int64)
 
     def plan(
-        self, assigns: Sequence[Assign], now: float, until: Floats, sizes: Sizes
+        self, assigns: Sequence[commands.Assign], now: float, until: Floats, sizes: Sizes
     ) -> tuple[list[DeviceAssignment], Floats]:
         """Plan assignments; returns them in order, and the bytes that each client downloads.
 
@@ -128,14 +126,14 @@ class Planner:
         clients = np.array([int(command.client_id) for command in assigns])
         self._numbers[clients] += 1
         numbers = self._numbers[clients]
-        trains = np.array([command.kind in HAVE_UPDATES for command in assigns])
+        trains = np.array([command.kind in states.HAVE_UPDATES for command in assigns])
         timeout_s = np.array([command.training_timeout_s for command in assigns])
         upload_timeout_s = np.array([command.upload_timeout_s for command in assigns])
         bytes_down = self._bytes_down(clients, np.array([command.base_version for command in assigns]), sizes)
         download_s = self._fleet.latency_s[clients] + bytes_down / self._fleet.download[clients]
         update_bytes = np.where(trains, sizes.update, 0.0)
         upload_s = self._fleet.latency_s[clients] + update_bytes / self._fleet.upload[clients]
-        inline = update_bytes <= INLINE_BYTES
+        inline = update_bytes <= wire.INLINE_BYTES
         room_s = np.maximum(timeout_s * (1.0 - RESERVE) - download_s - np.where(inline, upload_s, 0.0), 0.0)
         examples = self._examples(clients, trains)
         work_s = self._work_s(clients, numbers, trains, examples, room_s)

@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct
 
-from fedplat.config import user_code
-from fedplat.config.plugins import Kind, by_name, define, is_builtin, name_of
+from fedplat.config import plugins, user_code
 from fedplat.errors import PluginError
 
 Floats = npt.NDArray[np.float64]
@@ -92,10 +91,10 @@ class Empirical(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind
         return np.array(self.values)[rng.choice(len(self.values), count, p=weights)]
 
 
-DISTRIBUTIONS: Mapping[str, type[Distribution]] = by_name(Constant, UniformRange, Lognormal, Pareto, Empirical)
+DISTRIBUTIONS: Mapping[str, type[Distribution]] = plugins.by_name(Constant, UniformRange, Lognormal, Pareto, Empirical)
 """The options record of each built-in distribution, by its name in a simulation file."""
 
-define(Kind("distributions", "kind", "a distribution", Distribution, ("draw",), DISTRIBUTIONS))
+plugins.define(plugins.Kind("distributions", "kind", "a distribution", Distribution, ("draw",), DISTRIBUTIONS))
 
 
 def draw(distribution: Distribution, count: int, rng: np.random.Generator, key: str, *, positive: bool) -> Floats:
@@ -103,9 +102,9 @@ def draw(distribution: Distribution, count: int, rng: np.random.Generator, key: 
 
     Raises `PluginError` or `UserCodeError` for a plugin that draws something else.
     """
-    if is_builtin(distribution, Distribution):
+    if plugins.is_builtin(distribution, Distribution):
         return distribution.draw(count, rng)
-    action = f'{key} = "{name_of(distribution)}": draw()'
+    action = f'{key} = "{plugins.name_of(distribution)}": draw()'
     with user_code.wrap_errors(action):
         drawn = np.asarray(distribution.draw(count, rng))
     if drawn.shape != (count,) or drawn.dtype.kind not in "fiu":

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from fedplat.job import JobSpec
+from fedplat import job, wire
 from fedplat.rounds import pacing
 from fedplat.rounds.commands import Refuse
 from fedplat.rounds.events import ClientCheckedIn, ClientLeft, Event
@@ -17,7 +17,6 @@ from fedplat.rounds.protocols.base import list_registered, training_name
 from fedplat.simulation.clients import Fleet
 from fedplat.simulation.clients.availability import Clients
 from fedplat.simulation.clients.distributions import Floats
-from fedplat.wire import FIRST_BACKOFF_S, MAX_BACKOFF_S
 
 _SPAN_S = 60.0
 
@@ -30,7 +29,7 @@ class IdleClients:
     is created at the first check-in, and clients with the same labels share the labels in it.
     """
 
-    def __init__(self, fleet: Fleet, spec: JobSpec, rng: np.random.Generator) -> None:
+    def __init__(self, fleet: Fleet, spec: job.JobSpec, rng: np.random.Generator) -> None:
         self._fleet, self._rng = fleet, rng
         self._alarms = Alarms(fleet.num_clients, _SPAN_S)
         self._waiting = np.zeros(fleet.num_clients, np.bool_)
@@ -100,7 +99,7 @@ class IdleClients:
             return
         clients, since, failed = (np.array(column) for column in zip(*self._finished, strict=True))
         self._finished = []
-        bound = np.minimum(FIRST_BACKOFF_S * 2.0 ** self._failures[clients], MAX_BACKOFF_S)
+        bound = np.minimum(wire.FIRST_BACKOFF_S * 2.0 ** self._failures[clients], wire.MAX_BACKOFF_S)
         self._failures[clients] = np.where(failed, np.minimum(self._failures[clients] + 1, 64), 0)
         self.schedule_check_ins(clients, since + np.where(failed, bound * self._rng.random(len(clients)), 0.0))
 

@@ -8,10 +8,9 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct
 
-from fedplat.simulation.clients.distributions import hash_uniform
-from fedplat.simulation.clients.fleet import MAX_CLIENTS
+from fedplat.simulation.clients import distributions, fleet
 
-SiloIndex = Annotated[int, Meta(ge=0, lt=MAX_CLIENTS)]
+SiloIndex = Annotated[int, Meta(ge=0, lt=fleet.MAX_CLIENTS)]
 RoundNumber = Annotated[int, Meta(ge=1, le=10_000_000)]
 Mask = npt.NDArray[np.bool_]
 
@@ -52,7 +51,7 @@ class LinkOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
     def is_lost(self, seed: int, round_number: int, links: npt.NDArray[np.int64]) -> Mask:
         """Return which messages are lost in a round, for links [links, 2] from sender to receiver."""
-        lost = hash_uniform(seed, links[:, 0], links[:, 1], round_number) < self.loss
+        lost = distributions.hash_uniform(seed, links[:, 0], links[:, 1], round_number) < self.loss
         for cut in self.cuts:
             if cut.first <= round_number <= cut.last:
                 lost |= np.all(links == cut.silos, axis=1) | np.all(links == cut.silos[::-1], axis=1)

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 
 from typing_extensions import override
 
-from fedplat.errors import EngineError
-from fedplat.learner import ArrayLearner
+from fedplat import errors, learner
 from fedplat.model import Parameters
 from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
 from fedplat.simulation.engines.loop import LoopEngine
@@ -120,7 +119,7 @@ class AutoEngine(Engine):
         candidate = self._in_progress[task]
         try:
             trained = self._fetch(task, candidate)
-        except EngineError:
+        except errors.EngineError:
             if candidate.name != "vmap" or candidate.rounds:
                 raise
             candidate = self._fall_back(candidate)
@@ -202,7 +201,7 @@ class AutoEngine(Engine):
         """Change to an engine that was not tried yet; return False if it does not support this training."""
         try:
             candidate.engine = candidate.make()
-        except EngineError:
+        except errors.EngineError:
             return False
         self._started.append(candidate)
         self._use(candidate)
@@ -254,11 +253,11 @@ def _close(candidate: _Candidate) -> None:
 
 
 def _make_vmap(task: ClientTraining) -> Engine:
-    if isinstance(task.learner, ArrayLearner):
-        raise EngineError("only PyTorch modules can be vectorized")
+    if isinstance(task.learner, learner.ArrayLearner):
+        raise errors.EngineError("only PyTorch modules can be vectorized")
     from fedplat.simulation.engines.vmap import VmapEngine
 
     engine = VmapEngine(task)
     if engine.at_once < 2:
-        raise EngineError("the model is too large to train several copies of it at once")
+        raise errors.EngineError("the model is too large to train several copies of it at once")
     return engine

@@ -21,14 +21,11 @@ from typing import Protocol
 import msgspec
 from typing_extensions import override
 
+from fedplat import errors, model
 from fedplat.config.decoding import prepare_type
-from fedplat.errors import EngineError, FedplatError
-from fedplat.flower import identity, randomness
+from fedplat.flower import identity, randomness, records
 from fedplat.flower.client import EMPTY_STATE, ClientAppRunner
-from fedplat.flower.records import PackedMessage
-from fedplat.model import Parameters
-from fedplat.simulation.engines.trainers import one_thread_of_torch
-from fedplat.simulation.engines.worker_pool import describe_exit
+from fedplat.simulation.engines import trainers, worker_pool
 
 _AT_ONCE = 16
 """The most tasks that are sent to a worker together."""
@@ -58,7 +55,7 @@ class Answers(Protocol):
     num_workers: int
     """The number of processes."""
 
-    def publish(self, message: PackedMessage) -> None:
+    def publish(self, message: records.PackedMessage) -> None:
         """Set the message, and discard the tasks that were begun before."""
         ...
 
@@ -93,7 +90,7 @@ class LoopAnswers(Answers):
         self._server_states: randomness.States | None = None
 
     @override
-    def publish(self, message: PackedMessage) -> None:
+    def publish(self, message: records.PackedMessage) -> None:
         self._responder.message = message.to_parameters()
 
     @override
@@ -103,7 +100,7 @@ class LoopAnswers(Answers):
     @override
     def result(self, task: AppTask) -> AppAnswer:
         self._server_states = self._server_states or randomness.get_states()
-        with one_thread_of_torch():
+        with trainers.one_thread_of_torch():
             return self._responder.answer(task)
 
     @override
@@ -132,7 +129,7 @@ class PooledAnswers(Answers):
         self._answers: dict[int, AppAnswer] = {}
 
     @override
-    def publish(self, message: PackedMessage) -> None:
+    def publish(self, message: records.PackedMessage) -> None:
         self._message = message.to_bytes()
         self._waiting.clear()
         self._begun.clear()
@@ -193,17 +190,17 @@ class _Responder:
     """Answers tasks; failures of the app are answers too."""
 
     def __init__(self, runner: ClientAppRunner, num_clients: int) -> None:
-        self.message: Parameters | None = None
+        self.message: model.Parameters | None = None
         self._runner, self._num_clients = runner, num_clients
 
     def answer(self, task: AppTask) -> AppAnswer:
         assert self.message is not None
         config = {"partition-id": task.client, "num-partitions": self._num_clients}
-        state = Parameters.from_bytes(bytearray(task.state)) if task.state else None
+        state = model.Parameters.from_bytes(bytearray(task.state)) if task.state else None
         randomness.seed(task.seed)
         try:
             done = self._runner.answer(self.message.copy(), task.client, config, state=state)
-        except FedplatError as exc:
+        except errors.FedplatError as exc:
             return AppAnswer(task.number, failure=str(exc))
         kept = b"" if done.state is EMPTY_STATE else done.state.to_bytes()
         return AppAnswer(task.number, done.reply.to_bytes(), kept)
@@ -250,10 +247,10 @@ class _Worker:
         self._process.terminate()
         self._process.join()
 
-    def _describe_end(self) -> EngineError:
+    def _describe_end(self) -> errors.EngineError:
         clients = ", ".join(str(task.client) for task in self.tasks)
         activity = f"while the ClientApp of client {clients} ran"
-        return EngineError(describe_exit(self._process, activity, "use fewer workers"))
+        return errors.EngineError(worker_pool.describe_exit(self._process, activity, "use fewer workers"))
 
 
 def _serve(responder: _Responder, connection: Connection, parent: Connection) -> None:
@@ -263,9 +260,9 @@ def _serve(responder: _Responder, connection: Connection, parent: Connection) ->
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.dup2(2, 1)  # stdout is for the results of the run
-    with one_thread_of_torch(), contextlib.suppress(EOFError, OSError):
+    with trainers.one_thread_of_torch(), contextlib.suppress(EOFError, OSError):
         while True:
             if content := connection.recv_bytes():
-                responder.message = Parameters.from_bytes(content)
+                responder.message = model.Parameters.from_bytes(content)
             tasks = msgspec.msgpack.decode(connection.recv_bytes(), type=prepare_type(list[AppTask]))
             connection.send_bytes(msgspec.msgpack.encode([responder.answer(task) for task in tasks]))

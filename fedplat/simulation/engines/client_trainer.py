@@ -11,9 +11,8 @@ import torch
 from fedplat.client_state import ClientState
 from fedplat.model import Bytes, Parameters, Schema
 from fedplat.pytorch.training import Learner, LocalOptions, LocalTraining, Trainee, evaluate, train
+from fedplat.pytorch.vectorized import layout, trainer
 from fedplat.pytorch.vectorized.batched import PartExamples
-from fedplat.pytorch.vectorized.layout import Base, UnsuitableError
-from fedplat.pytorch.vectorized.trainer import FlatTrainer
 from fedplat.simulation.data.federation import Array, Part
 from fedplat.simulation.engines.interface import ClientTask
 from fedplat.simulation.engines.tasks import NO_UPDATE, ClientTraining, Contents, LocalResult
@@ -31,7 +30,7 @@ class ModuleTrainer:
 
             dp.check(self.trainee.module)
         self._flat = _flat_trainer(self.trainee, options)
-        self._bases: dict[int, Base] = {}
+        self._bases: dict[int, layout.Base] = {}
         self._schema: Schema | None = None
 
     def check(self, model: Parameters) -> None:
@@ -44,7 +43,7 @@ class ModuleTrainer:
         """Store a version until it is retired. Raises `ModelError` if it does not fit the module."""
         self.check(model)
         if self._flat is None:
-            self._bases[version] = Base(model, torch.empty(0), torch.empty(0), {})
+            self._bases[version] = layout.Base(model, torch.empty(0), torch.empty(0), {})
         else:
             self._bases[version] = self._flat.base(model)
 
@@ -94,12 +93,12 @@ class ModuleTrainer:
         )
 
     def _train(
-        self, base: Base, training: LocalTraining, buffer: Bytes | None
+        self, base: layout.Base, training: LocalTraining, buffer: Bytes | None
     ) -> tuple[Parameters, Mapping[str, float]]:
         if self._flat is not None:
             try:
                 return self._flat.train(base, training, buffer)
-            except UnsuitableError:  # only the first training shows it
+            except layout.UnsuitableError:  # only the first training shows it
                 self._flat = None
         parameters = base.parameters.copy()
         metrics = train(self.trainee, parameters, training)
@@ -172,10 +171,10 @@ def one_thread() -> Generator[None]:
         torch.set_num_threads(before)
 
 
-def _flat_trainer(trainee: Trainee, options: LocalOptions) -> FlatTrainer | None:
+def _flat_trainer(trainee: Trainee, options: LocalOptions) -> trainer.FlatTrainer | None:
     if trainee.device.type != "cpu":
         return None
     try:
-        return FlatTrainer(trainee, options)
-    except UnsuitableError:
+        return trainer.FlatTrainer(trainee, options)
+    except layout.UnsuitableError:
         return None

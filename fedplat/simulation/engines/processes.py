@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from fedplat.errors import EngineError, ModelError
 from fedplat.model import Parameters, Schema
-from fedplat.simulation.engines import worker_pool
+from fedplat.simulation.engines import trainers, worker_pool
 from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
 from fedplat.simulation.engines.tasks import (
     NO_UPDATE,
@@ -29,7 +29,6 @@ from fedplat.simulation.engines.tasks import (
     make_error,
     num_examples,
 )
-from fedplat.simulation.engines.trainers import make_trainer
 from fedplat.simulation.engines.worker_pool import (
     Arrays,
     Done,
@@ -57,7 +56,7 @@ class ProcessEngine(Engine):
     def __init__(self, task: ClientTraining, num_workers: int | None = None) -> None:
         self._federation = task.federation
         self._num_workers = num_workers or len(os.sched_getaffinity(0))
-        self._trainer = make_trainer(task)
+        self._trainer = trainers.make_trainer(task)
         self._started: tuple[ForkedWorkers, Shared] | None = None
         self._versions = Versions(self._forget)
         self._slots: dict[int, int] = {}

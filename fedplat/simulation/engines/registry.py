@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from msgspec import Struct
 
+from fedplat import errors, learner
 from fedplat.config.plugins import Kind, build_checked, by_name, define, is_builtin
-from fedplat.errors import EngineError
-from fedplat.learner import ArrayLearner
 from fedplat.simulation.engines import malloc
 from fedplat.simulation.engines.interface import Engine
 
@@ -75,8 +74,8 @@ class VmapOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field="na
 
     def build(self, task: ClientTraining, num_workers: int) -> Engine:
         """Create the engine. Raises `EngineError` for a learner that is not a PyTorch module."""
-        if isinstance(task.learner, ArrayLearner):
-            raise EngineError('engine = "vmap": the learner is not a PyTorch module; use "loop" or "processes"')
+        if isinstance(task.learner, learner.ArrayLearner):
+            raise errors.EngineError('engine = "vmap": the learner is not a PyTorch module; use "loop" or "processes"')
         from fedplat.simulation.engines.vmap import VmapEngine
 
         return VmapEngine(task)

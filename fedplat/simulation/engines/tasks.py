@@ -8,21 +8,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from fedplat.errors import EngineError
-from fedplat.model import Parameters
+from fedplat import errors, model
 from fedplat.simulation.data.federation import Federation
 from fedplat.simulation.engines.interface import ClientTask
 
-Contents = Mapping[str, Parameters]
+Contents = Mapping[str, model.Parameters]
 """A client state: parameters by name, as in `ClientState`."""
-NO_UPDATE = Parameters.from_arrays({})
+NO_UPDATE = model.Parameters.from_arrays({})
 """The update of a task that scores."""
 
 
 class LocalResult(NamedTuple):
     """The result of a task; `contents` is the new client state, or None if it did not change."""
 
-    update: Parameters
+    update: model.Parameters
     metrics: Mapping[str, float]
     contents: Contents | None
 
@@ -129,9 +128,9 @@ class Versions:
 Answer = TypeVar("Answer")
 
 
-def make_error(task: ClientTask, failure: str) -> EngineError:
+def make_error(task: ClientTask, failure: str) -> errors.EngineError:
     """Return the error of a task that failed in a worker."""
-    return EngineError(f"{describe_task(task)} failed: {failure}")
+    return errors.EngineError(f"{describe_task(task)} failed: {failure}")
 
 
 def describe_task(task: ClientTask) -> str:

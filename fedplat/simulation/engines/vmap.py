@@ -10,11 +10,9 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from fedplat.client_state import ClientState
-from fedplat.errors import EngineError
+from fedplat import client_state, errors
 from fedplat.model import Parameters
-from fedplat.pytorch.vectorized.batched import CohortTrainer
-from fedplat.pytorch.vectorized.layout import Base, UnsuitableError
+from fedplat.pytorch.vectorized import batched, layout
 from fedplat.simulation.engines.client_trainer import InProcessTrainer, one_thread
 from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
 from fedplat.simulation.engines.tasks import ClientStates, ClientTraining, Contents, LocalResult, Versions, num_examples
@@ -31,10 +29,10 @@ class VmapEngine(Engine):
         self._federation = task.federation
         self._trainer = InProcessTrainer(task, device or ("cuda" if torch.cuda.is_available() else "cpu"))
         try:
-            self._cohort_trainer = CohortTrainer(self._trainer.trainee, task.options)
-        except UnsuitableError as exc:
+            self._cohort_trainer = batched.CohortTrainer(self._trainer.trainee, task.options)
+        except layout.UnsuitableError as exc:
             raise _unsuitable(exc) from exc
-        self._bases: dict[int, Base] = {}
+        self._bases: dict[int, layout.Base] = {}
         self._versions = Versions(self._bases.pop)
         self._states = ClientStates[Contents]()
         self._waiting: dict[int, dict[ClientTask, None]] = defaultdict(dict)
@@ -73,7 +71,9 @@ class VmapEngine(Engine):
     def result(self, task: ClientTask) -> LocalUpdate:
         """Train the client together with other waiting ones, or score it alone."""
         if task.scores:
-            self._score(task)
+            del self._waiting[task.version][task]
+            contents = self._states.begin(task) or {}
+            self._done[task] = self._trainer.score(task, contents, self._bases[task.version].parameters)
         elif task not in self._done:
             self._train(task)
         outcome = self._done.pop(task)
@@ -107,11 +107,6 @@ class VmapEngine(Engine):
     def close(self) -> None:
         pass
 
-    def _score(self, task: ClientTask) -> None:
-        del self._waiting[task.version][task]
-        contents = self._states.begin(task) or {}
-        self._done[task] = self._trainer.score(task, contents, self._bases[task.version].parameters)
-
     def _train(self, task: ClientTask) -> None:
         """Train a task together with tasks of about its size, so that all end at about the same step."""
         waiting = self._waiting[task.version]
@@ -121,17 +116,17 @@ class VmapEngine(Engine):
         )
         groups = np.array_split(np.arange(len(tasks)), math.ceil(len(tasks) / self.at_once))
         tasks = next(members for group in groups if task in (members := [tasks[index] for index in group]))
-        states = [ClientState(self._states.begin(each)) for each in tasks]
+        states = [client_state.ClientState(self._states.begin(each)) for each in tasks]
         trainings = [self._trainer.training(each, state) for each, state in zip(tasks, states, strict=True)]
         try:
             with one_thread():
                 results = self._cohort_trainer.train(self._bases[task.version], trainings)
-        except UnsuitableError as exc:
+        except layout.UnsuitableError as exc:
             raise _unsuitable(exc) from exc
         for each, state, (update, metrics) in zip(tasks, states, results, strict=True):
             del waiting[each]
             self._done[each] = LocalResult(update, metrics, state.contents if state.changed else None)
 
 
-def _unsuitable(exc: UnsuitableError) -> EngineError:
-    return EngineError(f'engine = "vmap": {exc}; use "loop" or "processes"')
+def _unsuitable(exc: layout.UnsuitableError) -> errors.EngineError:
+    return errors.EngineError(f'engine = "vmap": {exc}; use "loop" or "processes"')

@@ -23,13 +23,11 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from fedplat import texts
+from fedplat import errors, texts
 from fedplat.config import user_code
-from fedplat.errors import EngineError
 from fedplat.model import Bytes, Parameters, Schema
-from fedplat.simulation.engines import malloc
+from fedplat.simulation.engines import malloc, trainers
 from fedplat.simulation.engines.interface import ClientTask
-from fedplat.simulation.engines.trainers import TaskTrainer
 
 Serve = Callable[[socket.socket, socket.socket, memoryview], None]
 """The main function of a worker: (request queue, answer socket, the client that it trains in shared memory)."""
@@ -71,7 +69,7 @@ class ForkedWorkers:
         except BlockingIOError:
             return False
         except BrokenPipeError as exc:
-            raise EngineError("all worker processes have ended; see their messages on stderr") from exc
+            raise errors.EngineError("all worker processes have ended; see their messages on stderr") from exc
         return True
 
     def receive(self) -> list[Done]:
@@ -82,9 +80,11 @@ class ForkedWorkers:
             if self._answers in ready:
                 return self._read()
             died = next(number for number, process in enumerate(self._processes) if process.sentinel in ready)
-            activity = _describe_activity(self._current[died])
+            current = self._current[died]
+            activities = {IDLE: "while it was idle", NO_CLIENT: "while it scored a model"}
+            activity = activities.get(current, f"while it trained client {current}")
             self._failure = describe_exit(self._processes[died], activity, "use fewer workers or smaller batches")
-        raise EngineError(self._failure)
+        raise errors.EngineError(self._failure)
 
     def close(self) -> None:
         """Terminate all workers at once, even in the middle of a task."""
@@ -123,11 +123,6 @@ def describe_exit(process: BaseProcess, activity: str, advice: str) -> str:
     return f"the worker process {process.pid} {how} {activity}{hint}"
 
 
-def _describe_activity(current: int) -> str:
-    activities = {IDLE: "while it was idle", NO_CLIENT: "while it scored a model"}
-    return activities.get(current, f"while it trained client {current}")
-
-
 class Shared(NamedTuple):
     """The memory that all processes share: model versions, updates and client states (`notes`)."""
 
@@ -140,7 +135,7 @@ class Shared(NamedTuple):
 class EngineWorker:
     """Answers requests with the trainer of this process."""
 
-    def __init__(self, trainer: TaskTrainer, shared: Shared) -> None:
+    def __init__(self, trainer: trainers.TaskTrainer, shared: Shared) -> None:
         self._trainer, self._shared = trainer, shared
         self._loaded: dict[int, int] = {}  # versions by slot
 

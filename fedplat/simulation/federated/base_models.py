@@ -10,9 +10,8 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from fedplat.aggregate import State
+from fedplat import aggregate, rounds
 from fedplat.model import ModelFile, Parameters, Values, Vector
-from fedplat.rounds import Assignment, AssignmentId
 from fedplat.simulation.engines.interface import Engine
 
 
@@ -26,7 +25,7 @@ class BaseModels:
         self._engine = engine
         self._models: dict[int, Parameters] = {}
         self._num_tasks: Counter[int] = Counter()
-        self._open: dict[int, set[AssignmentId]] = {}
+        self._open: dict[int, set[rounds.AssignmentId]] = {}
         self.latest = 0
 
     def __getitem__(self, version: int) -> Parameters:
@@ -48,7 +47,7 @@ class BaseModels:
         for version, model in sorted(models.items()):
             self._publish(version, model)
 
-    def track(self, assignment: Assignment) -> None:
+    def track(self, assignment: rounds.Assignment) -> None:
         """Record whether an assignment is open; while results are replayed, before any version is published, too."""
         version = assignment.base_version
         if assignment.is_open:
@@ -126,7 +125,7 @@ class Snapshot:
 
     version: int
     models: Mapping[int, Parameters]
-    state: State
+    state: aggregate.State
     scalars: Mapping[str, float]
     memory: bytes
     residuals: Mapping[int, Vector]

@@ -13,20 +13,14 @@ from hashlib import sha256
 
 from typing_extensions import override
 
-from fedplat import report_validation
+from fedplat import errors, model, report_validation
 from fedplat.config import label_expressions
-from fedplat.errors import FlowerError
+from fedplat.flower import claims, grid, server
 from fedplat.flower.app import FlowerApp
-from fedplat.flower.claims import read_claims
-from fedplat.flower.grid import Exchange, NodeReply
-from fedplat.flower.server import ServerAppRun
 from fedplat.job import JobSpec, build_rule
 from fedplat.job.tables import require_flower
-from fedplat.model import Parameters
-from fedplat.rounds import Assignment, AssignmentId, AttemptKey, JobState, ModelVersion, Verdict
-from fedplat.rounds.commands import Commit, Fold, Restart, RunWarmStart
+from fedplat.rounds import Assignment, AssignmentId, AttemptKey, JobState, ModelVersion, Verdict, commands, states
 from fedplat.rounds.events import AssignmentFailed, AttemptAggregated, UpdateRejected, UpdateReported
-from fedplat.rounds.states import Reason
 from fedplat.simulation.clients import Fleet
 from fedplat.simulation.clients.device import DeviceAssignment, Sizes
 from fedplat.simulation.engines.client_apps import Answers, AppTask
@@ -40,7 +34,7 @@ PAUSE_S = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class _Answer:
-    reply: NodeReply
+    reply: grid.NodeReply
     state: bytes
 
 
@@ -74,10 +68,10 @@ class FlowerTraining(TrainingModel):
         self._options = require_flower(spec)
         self._claims_rule = build_rule(spec)
         self._nodes = _Nodes(app, _find_clients(fleet, spec.selection.where), fleet.num_clients)
-        self._run = ServerAppRun(app, self._nodes.list)
+        self._run = server.ServerAppRun(app, self._nodes.list)
         self._run.grid.name_node = "client {}".format
         self._run.grid.max_weight_factor = self._options.max_weight_factor
-        self._exchange: Exchange | None = None
+        self._exchange: grid.Exchange | None = None
         self._version = 0
         self._tasks: dict[AssignmentId, AppTask] = {}
         self._num_tasks = 0
@@ -88,7 +82,7 @@ class FlowerTraining(TrainingModel):
         self._sizes = Sizes(0.0, 0.0)
 
     @property
-    def final_model(self) -> Parameters | None:
+    def final_model(self) -> model.Parameters | None:
         """The arrays that the app's strategy returned at its end, by their names; None if it has returned none."""
         return self._run.final_model
 
@@ -106,7 +100,7 @@ class FlowerTraining(TrainingModel):
         return make_version_zero(self._sizes)
 
     @override
-    def warm_start(self, command: RunWarmStart) -> AttemptAggregated:
+    def warm_start(self, command: commands.RunWarmStart) -> AttemptAggregated:
         return self._advance(command.key)
 
     @override
@@ -124,11 +118,11 @@ class FlowerTraining(TrainingModel):
         log = self.log[task.key.round]
         if answer.failure:
             log.failures.append(ClientFailure(task.client, answer.failure))
-            return AssignmentFailed(task.key, task.client_id, Reason.TRAINER_ERROR, answer.failure)
-        reply = Parameters.from_bytes(answer.reply)
-        found, num_examples, metrics = NodeReply.read(task.client, reply), 1.0, dict[str, float]()
+            return AssignmentFailed(task.key, task.client_id, states.Reason.TRAINER_ERROR, answer.failure)
+        reply = model.Parameters.from_bytes(answer.reply)
+        found, num_examples, metrics = grid.NodeReply.read(task.client, reply), 1.0, dict[str, float]()
         if found.content is not None:
-            num_examples, metrics = read_claims(found.content)
+            num_examples, metrics = claims.read_claims(found.content)
         verdict = self._validate(reply, len(answer.reply), num_examples, metrics)
         if verdict is not None:
             assert verdict.reason is not None
@@ -151,22 +145,22 @@ class FlowerTraining(TrainingModel):
         self._folded.pop(name, None)
 
     @override
-    def restart(self, command: Restart) -> None:
+    def restart(self, command: commands.Restart) -> None:
         self._received |= self._folded
         self._folded = {}
 
     @override
-    def fold(self, command: Fold) -> None:
+    def fold(self, command: commands.Fold) -> None:
         if (answer := self._received.pop(command.assignment, None)) is not None:
             self._folded[command.assignment] = answer
 
     @override
-    def commit(self, command: Commit, job: JobState) -> AttemptAggregated:
+    def commit(self, command: commands.Commit, job: JobState) -> AttemptAggregated:
         assert self._exchange is not None
         arrived = {int(each.client_id): answer for each, answer in self._folded.items()}
         failures = job.open_attempt.failures if job.open_attempt is not None else {}
         answers = [arrived[node].reply for node in self._exchange.nodes if node in arrived]
-        failed = [NodeReply(int(client), None, reason) for client, reason in failures.items()]
+        failed = [grid.NodeReply(int(client), None, reason) for client, reason in failures.items()]
         outcome = self._advance(command.key, answers, failed)
         self._states |= {node: answer.state for node, answer in arrived.items() if str(node) not in outcome.refused}
         return outcome
@@ -177,7 +171,7 @@ class FlowerTraining(TrainingModel):
         return {}
 
     def _advance(
-        self, key: AttemptKey, answers: Sequence[NodeReply] = (), failed: Sequence[NodeReply] = ()
+        self, key: AttemptKey, answers: Sequence[grid.NodeReply] = (), failed: Sequence[grid.NodeReply] = ()
     ) -> AttemptAggregated:
         """Run the ServerApp to its next exchange, whose message is the next version, or to its end."""
         self._nodes.begin()
@@ -216,13 +210,13 @@ class FlowerTraining(TrainingModel):
         return made
 
     def _validate(
-        self, reply: Parameters, num_bytes: int, num_examples: float, metrics: Mapping[str, float]
+        self, reply: model.Parameters, num_bytes: int, num_examples: float, metrics: Mapping[str, float]
     ) -> Verdict | None:
         """Return the refusal of a reply, as a server decides it."""
         max_bytes = self._options.max_reply_bytes(int(self._sizes.model))
         if num_bytes > max_bytes:
             text = f"the reply has {num_bytes} bytes; flower.max_reply_mb allows {max_bytes}"
-            return Verdict(Reason.REJECTED_SCHEMA, text)
+            return Verdict(states.Reason.REJECTED_SCHEMA, text)
         verdict = report_validation.validate_claims(self._claims_rule, num_examples, metrics)
         if not verdict.accepted:
             return verdict
@@ -250,7 +244,7 @@ class _Nodes:
         if self._num_asked >= MAX_ASKED and time.monotonic() - self._since >= self._num_asked * PAUSE_S:
             found, total = len(self._clients), self._num_clients
             some = "" if found == total else ", those that selection.where accepts"
-            raise FlowerError(
+            raise errors.FlowerError(
                 f"the ServerApp of {self._app.name} waits for more clients than there are ({found}{some}); expected at "
                 "most as many in its strategy (min_available_nodes, min_train_nodes, min_evaluate_nodes), or "
                 "--num-clients with more"

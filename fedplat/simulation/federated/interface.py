@@ -9,13 +9,7 @@ from typing_extensions import override
 
 from fedplat.rounds import Assignment, Attempt, AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import Commit, Fold, Restart, RunWarmStart
-from fedplat.rounds.events import (
-    AggregationFailed,
-    AssignmentFailed,
-    AttemptAggregated,
-    UpdateRejected,
-    UpdateReported,
-)
+from fedplat.rounds.events import AggregationFailed, AssignmentFailed, AttemptAggregated, UpdateRejected, UpdateReported
 from fedplat.simulation.clients.device import DeviceAssignment, Sizes
 from fedplat.simulation.secure.groups import stand_in
 

@@ -8,15 +8,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from typing_extensions import override
 
-from fedplat import report_validation
+from fedplat import errors, privacy, report_validation
 from fedplat.aggregate import Accumulator, Rule, State, columns_of, rebase, seed_of
 from fedplat.codecs.container import Format
-from fedplat.config import user_code
-from fedplat.config.plugins import name_of
-from fedplat.errors import CodecError, FedplatError, MissingExtraError, PluginError, UserCodeError
+from fedplat.config import plugins, user_code
 from fedplat.job import JobSpec, build_rule
 from fedplat.model import Parameters, Values, Vector
-from fedplat.privacy import KEY_BYTES, Noise
 from fedplat.rounds import Assignment, AssignmentId, Attempt, AttemptKey, JobState, ModelVersion, Verdict, influence
 from fedplat.rounds.commands import Commit, Fold, Restart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated, UpdateRejected, UpdateReported
@@ -61,12 +58,7 @@ class RealTraining(TrainingModel):
     one_at_a_time = True
 
     def __init__(
-        self,
-        spec: JobSpec,
-        engine: Engine,
-        initial: Parameters,
-        seed: int,
-        protocol: SecureProtocol | None = None,
+        self, spec: JobSpec, engine: Engine, initial: Parameters, seed: int, protocol: SecureProtocol | None = None
     ) -> None:
         """Begin a job. With a `protocol` clients mask their updates, as secure aggregation needs it."""
         self.model = initial
@@ -230,10 +222,10 @@ class RealTraining(TrainingModel):
 
     def _fail(self, key: AttemptKey, exc: Exception) -> AggregationFailed:
         """Return the failure of an attempt, or raise it if it is a mistake in code or an installation."""
-        rule = f'aggregation.rule = "{name_of(self._spec.aggregation)}"'
-        if isinstance(exc, PluginError | UserCodeError | MissingExtraError):
+        rule = f'aggregation.rule = "{plugins.name_of(self._spec.aggregation)}"'
+        if isinstance(exc, errors.PluginError | errors.UserCodeError | errors.MissingExtraError):
             raise exc
-        if not isinstance(exc, FedplatError | ValueError):
+        if not isinstance(exc, errors.FedplatError | ValueError):
             with user_code.wrap_errors(rule):
                 raise exc
         return AggregationFailed(key, f"{rule}: {exc}", is_lasting=True)
@@ -331,7 +323,7 @@ class RealTraining(TrainingModel):
         seed, payloads = seed_of(self._spec.name, self._models.latest + 1), list[bytes]()
         # The noise follows from the run's seed, so that runs are repeatable: a simulation protects no one's data.
         entropy = np.random.SeedSequence([self._seed, _NOISE, key.round, key.number])
-        noise = Noise(entropy.generate_state(KEY_BYTES // 8, np.uint64).tobytes())
+        noise = privacy.Noise(entropy.generate_state(privacy.KEY_BYTES // 8, np.uint64).tobytes())
         return build_rule(self._spec, seed, noise, payloads.append), payloads
 
     def _encode(self, task: DeviceAssignment, update: Parameters) -> tuple[Values, Vector | None, int]:
@@ -347,7 +339,7 @@ class RealTraining(TrainingModel):
             else:
                 pieces = format.encode(update, rng)
             content = b"".join(pieces)
-        except CodecError:  # the update is not finite: the server's norm check rejects it
+        except errors.CodecError:  # the update is not finite: the server's norm check rejects it
             return update, None, 0
         return format.decode(content), residual, len(content)
 

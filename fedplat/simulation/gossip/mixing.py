@@ -13,22 +13,13 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from fedplat.errors import JobFileError
+from fedplat import errors, job, texts
 from fedplat.gossip import Gossip, distance_from_mean, draw_edges, metropolis, mix_all, push_all, push_sum
-from fedplat.job import JobSpec
 from fedplat.simulation.clients import Fleet
 from fedplat.simulation.clients.links import LinkOptions
 from fedplat.simulation.gossip.checks import name_silo
-from fedplat.simulation.recording.result import (
-    AttemptResult,
-    GossipExchange,
-    ParticipationCounts,
-    Result,
-    Totals,
-    describe_end,
-)
+from fedplat.simulation.recording import result
 from fedplat.simulation.recording.statistics import Observer, measure_groups
-from fedplat.texts import format_count
 
 ENTRIES = 16
 """The number of entries of a vector that stands for a model; the distance of silos does not depend on it."""
@@ -43,7 +34,7 @@ class Mixing:
     `observe` is called with each round.
     """
 
-    spec: JobSpec
+    spec: job.JobSpec
     fleet: Fleet
     links: LinkOptions
     seed: int
@@ -52,7 +43,7 @@ class Mixing:
     observe: Observer | None = None
 
 
-def mix_without_training(run: Mixing) -> Result:
+def mix_without_training(run: Mixing) -> result.Result:
     """Mix random vectors for the rounds of a job, and until the silos agree.
 
     Raises `JobFileError` for a job whose mixing depends on real models.
@@ -61,14 +52,14 @@ def mix_without_training(run: Mixing) -> Result:
     assert mode is not None
     if mode.exchange == "ring" or spec.compression.uplink is not None:
         name = "mode.exchange" if mode.exchange == "ring" else "compression.uplink"
-        raise JobFileError(
+        raise errors.JobFileError(
             f"{name}: without training there are no models to compute it with; simulate it with simulation.training = "
             "true"
         )
     values = np.random.default_rng(np.random.SeedSequence([run.seed, _START])).standard_normal((count, ENTRIES))
     weights = np.ones((count, 1))
     norm = math.sqrt(float(np.sum(values * values)) / count)
-    merged, now, records, agree = np.zeros(count, np.int64), 0.0, list[AttemptResult](), False
+    merged, now, records, agree = np.zeros(count, np.int64), 0.0, list[result.AttemptResult](), False
     outages = sorted({each.silo for each in run.links.dead})
     for number in range(1, spec.rounds + mode.settle_rounds + 1):
         dead = {silo for silo in outages if run.links.is_dead(silo, number)}
@@ -85,7 +76,7 @@ def mix_without_training(run: Mixing) -> Result:
         sent = np.bincount(links[:, 0], minlength=count) * model_bytes
         received = np.bincount(links[:, 1], minlength=count) * model_bytes
         begun, now = now, now + _exchange_s(run, links, model_bytes)
-        exchange = GossipExchange(
+        exchange = result.GossipExchange(
             silos=len(here),
             edges=len(edges),
             confirmed=len(confirmed),
@@ -94,7 +85,7 @@ def mix_without_training(run: Mixing) -> Result:
             reported=before / norm,
             busiest_bytes=float(np.max(sent + received)),
         )
-        record = AttemptResult(
+        record = result.AttemptResult(
             round=number,
             attempt=1,
             kind="TRAIN",
@@ -118,19 +109,19 @@ def mix_without_training(run: Mixing) -> Result:
             break
     status, reason = "COMPLETED", ""
     if now > run.until_s:
-        status, reason = "RUNNING", describe_end(run.until_s)
+        status, reason = "RUNNING", result.describe_end(run.until_s)
     elif not agree:
-        rounds = format_count(mode.settle_rounds, "round")
+        rounds = texts.format_count(mode.settle_rounds, "round")
         status, reason = "FAILED", f"the silos do not agree after {rounds} without training"
     return _make_result(run, status, reason, records, merged)
 
 
 def _make_result(
-    run: Mixing, status: str, reason: str, records: Sequence[AttemptResult], merged: npt.NDArray[np.int64]
-) -> Result:
+    run: Mixing, status: str, reason: str, records: Sequence[result.AttemptResult], merged: npt.NDArray[np.int64]
+) -> result.Result:
     nothing = np.zeros_like(merged)
-    participation = ParticipationCounts(assigned=merged, merged=merged, late=nothing, failed=nothing)
-    totals = Totals(
+    participation = result.ParticipationCounts(assigned=merged, merged=merged, late=nothing, failed=nothing)
+    totals = result.Totals(
         duration_s=records[-1].ended_at,
         rounds=len(records),
         attempts=len(records),
@@ -146,7 +137,7 @@ def _make_result(
         events=0,
         batches=0,
     )
-    return Result(
+    return result.Result(
         job=run.spec.name,
         seed=run.seed,
         num_clients=run.fleet.num_clients,

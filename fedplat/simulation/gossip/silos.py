@@ -9,15 +9,11 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from fedplat.codecs import Codec
+from fedplat import codecs, job, rounds
 from fedplat.config.plugins import build_checked
-from fedplat.gossip import combine, compress, mix
+from fedplat.gossip import combine, compress, fixed_point, messages, mix
 from fedplat.gossip.files import replace_entries
-from fedplat.gossip.fixed_point import add_parts, digest_mean, find_largest, quantize_share, read_mean
-from fedplat.gossip.messages import BeginRing, CommitRow
-from fedplat.job import JobSpec
 from fedplat.model import FLOATING, Parameters, Vector
-from fedplat.rounds import AttemptKey
 from fedplat.simulation.clients.device import DeviceAssignment
 from fedplat.simulation.clients.links import LinkOptions
 from fedplat.simulation.engines.interface import ClientTask, Engine
@@ -33,7 +29,7 @@ class SiloModels:
     With a codec, `copies` are the public copies, and the chain of each is known by the sizes of its payloads.
     """
 
-    def __init__(self, spec: JobSpec, engine: Engine, initial: Parameters, seed: int) -> None:
+    def __init__(self, spec: job.JobSpec, engine: Engine, initial: Parameters, seed: int) -> None:
         mode, count = spec.gossip, engine.num_clients
         assert mode is not None
         self._mode, self._engine, self._seed = mode, engine, seed
@@ -42,9 +38,9 @@ class SiloModels:
         self._whole: list[Parameters] = [initial] * count
         self.values = np.tile(vector.astype(np.float64 if mode.is_directed else np.float32), (count, 1))
         self.weights = np.ones(count)
-        self._codec: Codec | None = None
+        self._codec: codecs.Codec | None = None
         if spec.compression.uplink is not None:
-            self._codec = build_checked(spec.compression.uplink, Codec, "compression.uplink.codec")
+            self._codec = build_checked(spec.compression.uplink, codecs.Codec, "compression.uplink.codec")
         self.copies = self.values.copy() if self._codec is not None else self.values
         self._payloads: list[list[int]] = [[] for _ in range(count)]
         self._followed: dict[tuple[int, int], int] = {}
@@ -130,7 +126,7 @@ class SiloModels:
         away = other / self.weights[sender] - self.copies[receiver].astype(np.float64) / self.weights[receiver]
         return float(away @ away)
 
-    def mix(self, row: CommitRow) -> None:
+    def mix(self, row: messages.CommitRow) -> None:
         """Mix a silo's model with those that it has stored."""
         silo = int(row.silo)
         stored = self._stored[silo]
@@ -146,16 +142,17 @@ class SiloModels:
 
     def largest(self, silo: int) -> float:
         """Return the largest magnitude in a silo's model."""
-        return find_largest(self.model_of(silo))
+        return fixed_point.find_largest(self.model_of(silo))
 
-    def reduce(self, ring: BeginRing) -> tuple[Parameters, str]:
+    def reduce(self, ring: messages.BeginRing) -> tuple[Parameters, str]:
         """Return the mean of a ring and its digest: the masks of a real one cancel, so it has the same bits."""
         members = len(ring.members)
         parts = [
-            quantize_share(self.model_of(int(each.silo)), each.share, ring.bound, members) for each in ring.members
+            fixed_point.quantize_share(self.model_of(int(each.silo)), each.share, ring.bound, members)
+            for each in ring.members
         ]
-        mean = read_mean(add_parts(parts), ring.bound, members)
-        return replace_entries(self._whole[int(ring.members[0].silo)], mean), digest_mean(mean)
+        mean = fixed_point.read_mean(fixed_point.add_parts(parts), ring.bound, members)
+        return replace_entries(self._whole[int(ring.members[0].silo)], mean), fixed_point.digest_mean(mean)
 
     def distance_from(self, silo: int, mean: Parameters) -> float:
         """Return the squared distance of a silo's model from a mean."""
@@ -168,10 +165,7 @@ class SiloModels:
 
     def evaluate(self) -> Mapping[str, float]:
         """Score the mean of all silos' models on the central test data."""
-        return self._engine.evaluate(self._mean())
-
-    def _mean(self) -> Parameters:
-        return replace_entries(self._whole[0], self.models().mean(axis=0).astype(np.float32))
+        return self._engine.evaluate(replace_entries(self._whole[0], self.models().mean(axis=0).astype(np.float32)))
 
 
 class SiloTraining(NoTraining):
@@ -193,6 +187,6 @@ class SiloTraining(NoTraining):
         raise AssertionError(task)
 
     @override
-    def settle(self, key: AttemptKey, version: int | None) -> Mapping[str, float]:
+    def settle(self, key: rounds.AttemptKey, version: int | None) -> Mapping[str, float]:
         scores, self.scores = self.scores, {}
         return scores

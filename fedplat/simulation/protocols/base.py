@@ -11,10 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from fedplat.rounds import Attempt, Coordinator, JobState, Verdict
-from fedplat.rounds.commands import Abort, NextStep
+from fedplat.rounds import Attempt, Coordinator, JobState, Verdict, commands, states
 from fedplat.rounds.events import AssignmentFailed, Event, UploadStarted
-from fedplat.rounds.states import Reason
 from fedplat.simulation.clients import Fleet
 from fedplat.simulation.clients.device import DeviceAssignment, Sizes
 from fedplat.simulation.clients.idle import EventQueue, IdleClients
@@ -105,7 +103,7 @@ class ClientBehaviour:
         else:
             self.work.schedule(task.report_at, self._report, task)
 
-    def on_next_step(self, command: NextStep) -> None:
+    def on_next_step(self, command: commands.NextStep) -> None:
         """Plan what clients do in the phase that their attempt has begun."""
         raise AssertionError(command)
 
@@ -128,7 +126,7 @@ class ClientBehaviour:
         """Return how many attempts, or phases of one, have failed in a row."""
         return job.failures
 
-    def stop(self, task: DeviceAssignment, command: Abort) -> None:
+    def stop(self, task: DeviceAssignment, command: commands.Abort) -> None:
         """Stop a client whose assignment has ended."""
         self.work.forget(task)
         self.work.training.drop(task)
@@ -159,4 +157,4 @@ class ClientBehaviour:
     def _fail(self, task: DeviceAssignment) -> Event | None:
         if task.is_over:
             return None
-        return AssignmentFailed(task.key, task.client_id, Reason.TRAINER_ERROR, "a simulated failure")
+        return AssignmentFailed(task.key, task.client_id, states.Reason.TRAINER_ERROR, "a simulated failure")

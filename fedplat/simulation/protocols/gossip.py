@@ -17,26 +17,13 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from fedplat.gossip import distance_from_mean, steps
-from fedplat.gossip.messages import (
-    KEY_BYTES,
-    Announcement,
-    BeginRing,
-    GossipEvent,
-    KeyOffered,
-    ModelMissed,
-    ModelReceived,
-    RingCompleted,
-    SiloAnnounced,
-)
+from fedplat.gossip import distance_from_mean, messages, steps
 from fedplat.gossip.state import GossipPhase, GossipState
 from fedplat.gossip.steps import AdoptMean, Contact, FetchModels, MixModels, Progress, ReduceModels, SendKey
 from fedplat.model import Parameters
-from fedplat.rounds import Attempt, JobState
-from fedplat.rounds.commands import Abort, NextStep
+from fedplat.rounds import Attempt, JobState, commands, states
 from fedplat.rounds.events import AssignmentFailed, Event, SiloReported, SilosLost
 from fedplat.rounds.protocols.gossip import state_of
-from fedplat.rounds.states import AssignmentState, AttemptPhase, Reason
 from fedplat.simulation.clients.device import DeviceAssignment, Sizes
 from fedplat.simulation.gossip.silos import SiloTraining
 from fedplat.simulation.protocols.base import ClientBehaviour, ClientWork
@@ -75,7 +62,7 @@ class _Answer(NamedTuple):
     """What a silo reports, once it has arrived."""
 
     task: DeviceAssignment
-    event: GossipEvent
+    event: messages.GossipEvent
 
 
 class SiloBehaviour(ClientBehaviour):
@@ -132,7 +119,7 @@ class SiloBehaviour(ClientBehaviour):
             return None
         if metrics is None:
             text = "the trained model cannot be used (has the training diverged?)"
-            return AssignmentFailed(task.key, task.client_id, Reason.TRAINER_ERROR, text)
+            return AssignmentFailed(task.key, task.client_id, states.Reason.TRAINER_ERROR, text)
         return self._announce(task)
 
     def _announce(self, task: DeviceAssignment) -> Event | None:
@@ -141,13 +128,13 @@ class SiloBehaviour(ClientBehaviour):
         silo, number = self._silos[task.client], task.key.round
         self._models.publish(task.client, number)
         model = self._models.model_of(task.client).astype(np.float64)
-        announcement = Announcement(
+        announcement = messages.Announcement(
             digest=f"model-{task.client}-{number}",
             size_bytes=self._models.model_bytes,
             num_examples=float(self.work.fleet.examples[task.client]),
             squared_norm=float(model @ model),
         )
-        event = SiloAnnounced(task.client_id, number, announcement, silo.done.mixed_round)
+        event = messages.SiloAnnounced(task.client_id, number, announcement, silo.done.mixed_round)
         return SiloReported(task.key, task.client_id, (event,), silo.metrics)
 
     @override
@@ -155,9 +142,9 @@ class SiloBehaviour(ClientBehaviour):
         self._drop_training(task)
 
     @override
-    def stop(self, task: DeviceAssignment, command: Abort) -> None:
+    def stop(self, task: DeviceAssignment, command: commands.Abort) -> None:
         self.work.forget(task)
-        if command.reason is not Reason.TRAIN_TIMEOUT:
+        if command.reason is not states.Reason.TRAIN_TIMEOUT:
             self._drop_training(task)
         if self._silos[task.client].training is not task:  # else it trains on
             self.work.idle.on_finished(task.client, self.work.now, failed=False)
@@ -197,7 +184,7 @@ class SiloBehaviour(ClientBehaviour):
     # --- the phases of a round -------------------------------------------------------------------------------
 
     @override
-    def on_next_step(self, command: NextStep) -> None:
+    def on_next_step(self, command: commands.NextStep) -> None:
         attempt = self.work.job.open_attempt
         if attempt is None or attempt.key != command.key:
             return  # it has ended: `on_attempt_ended`
@@ -264,7 +251,7 @@ class SiloBehaviour(ClientBehaviour):
             rate = min(fleet.download[receiver], fleet.upload[sender] / self._fan_out[1][each.contact.silo])
             ready += float(fleet.latency_s[receiver] + fleet.latency_s[sender] + size / rate)
             if is_lost:
-                self._send_at(ready, task, ModelMissed(task.client_id, each.contact.silo, state.round))
+                self._send_at(ready, task, messages.ModelMissed(task.client_id, each.contact.silo, state.round))
             else:
                 self.work.schedule(ready, self._receive, _Transfer(task, sender, size, each.digest))
 
@@ -274,20 +261,20 @@ class SiloBehaviour(ClientBehaviour):
             return None
         distance = self._models.store(task.client, transfer.sender)
         self._count_bytes([transfer.sender], [task.client], float(transfer.size))
-        event = ModelReceived(task.client_id, str(transfer.sender), state.round, transfer.digest, distance)
+        event = messages.ModelReceived(task.client_id, str(transfer.sender), state.round, transfer.digest, distance)
         return SiloReported(task.key, task.client_id, (event,))
 
-    def _offer_key(self, task: DeviceAssignment, found: SendKey, state: GossipState) -> KeyOffered:
-        return KeyOffered(
+    def _offer_key(self, task: DeviceAssignment, found: SendKey, state: GossipState) -> messages.KeyOffered:
+        return messages.KeyOffered(
             silo=task.client_id,
             round=state.round,
             attempt=found.attempt,
-            key=task.client.to_bytes(KEY_BYTES, "big"),  # stands for a key: masks change no result
+            key=task.client.to_bytes(messages.KEY_BYTES, "big"),  # stands for a key: masks change no result
             largest=self._models.largest(task.client),
             mixed_round=self._silos[task.client].done.mixed_round,
         )
 
-    def _reduce(self, task: DeviceAssignment, ring: BeginRing) -> None:
+    def _reduce(self, task: DeviceAssignment, ring: messages.BeginRing) -> None:
         """Plan when a silo of a ring has the mean."""
         silos = [int(member.silo) for member in ring.members]
         sent = 2 * (len(silos) - 1) / len(silos) * self._models.model_bytes
@@ -302,10 +289,10 @@ class SiloBehaviour(ClientBehaviour):
         latency = 2.0 * float(fleet.latency_s[silos].max())
         duration = 2 * (len(silos) - 1) * (latency + self._models.model_bytes / len(silos) / rate)
         away = self._models.distance_from(task.client, self._means[digest])
-        event = RingCompleted(task.client_id, ring.round, ring.attempt, digest, away)
+        event = messages.RingCompleted(task.client_id, ring.round, ring.attempt, digest, away)
         self._send_at(self.work.now + duration, task, event)
 
-    def _send_at(self, at: float, task: DeviceAssignment, event: GossipEvent) -> None:
+    def _send_at(self, at: float, task: DeviceAssignment, event: messages.GossipEvent) -> None:
         self.work.schedule(at, self._send, _Answer(task, event))
 
     def _send(self, answer: _Answer) -> Event | None:
@@ -328,11 +315,11 @@ class SiloBehaviour(ClientBehaviour):
     def on_attempt_ended(self, job: JobState, attempt: Attempt) -> None:
         """Let the silos of a round mix, measure how far apart they are, and release them; others are aborted."""
         state, number = state_of(job), attempt.key.round
-        if attempt.phase is not AttemptPhase.COMMITTED:
+        if attempt.phase is not states.AttemptPhase.COMMITTED:
             return
         for name, assignment in attempt.assignments.items():
             task = self.work.tasks.get(int(name))
-            if task is None or task.key != attempt.key or assignment.state is not AssignmentState.MERGED:
+            if task is None or task.key != attempt.key or assignment.state is not states.AssignmentState.MERGED:
                 continue
             if self._links.is_dead(task.client, number, at_end=True) and self._links.is_dead(task.client, number + 1):
                 self._die(task)  # it mixes when it is back
@@ -374,4 +361,4 @@ class SiloBehaviour(ClientBehaviour):
 
 
 def _contact(silo: str) -> Contact:
-    return Contact(silo, bytes(KEY_BYTES))
+    return Contact(silo, bytes(messages.KEY_BYTES))

@@ -5,22 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from fedplat.job import JobSpec
-from fedplat.model import Parameters
+from fedplat import job, model
 from fedplat.rounds.protocols.base import find_training, training_name
 from fedplat.rounds.states import AttemptKind
 from fedplat.simulation.clients import Fleet
 from fedplat.simulation.clients.links import LinkOptions
 from fedplat.simulation.engines.interface import Engine
 from fedplat.simulation.federated.training import RealTraining
-from fedplat.simulation.gossip.checks import check_silos, refuse_links
-from fedplat.simulation.gossip.mixing import Mixing, mix_without_training
-from fedplat.simulation.gossip.silos import SiloModels, SiloTraining
+from fedplat.simulation.gossip import checks, mixing, silos
 from fedplat.simulation.parts import Simulation
+from fedplat.simulation.protocols import buffered, gossip, secure
 from fedplat.simulation.protocols.base import ClientBehaviour, ClientWork
-from fedplat.simulation.protocols.buffered import BufferedBehaviour
-from fedplat.simulation.protocols.gossip import SiloBehaviour
-from fedplat.simulation.protocols.secure import SecureBehaviour
 from fedplat.simulation.recording.result import Result
 from fedplat.simulation.recording.statistics import Observer
 from fedplat.simulation.secure.groups import ModelledProtocol, SecureProtocol
@@ -38,17 +33,17 @@ def _make_protocol(simulation: Simulation) -> SecureProtocol | None:
     return RealProtocol(simulation.seed)
 
 
-def _learn(simulation: Simulation, engine: Engine, initial: Parameters) -> RealTraining:
+def _learn(simulation: Simulation, engine: Engine, initial: model.Parameters) -> RealTraining:
     return RealTraining(simulation.spec, engine, initial, simulation.seed, _make_protocol(simulation))
 
 
-def _learn_silos(simulation: Simulation, engine: Engine, initial: Parameters) -> SiloTraining:
-    return SiloTraining(SiloModels(simulation.spec, engine, initial, simulation.seed), simulation.links)
+def _learn_silos(simulation: Simulation, engine: Engine, initial: model.Parameters) -> silos.SiloTraining:
+    return silos.SiloTraining(silos.SiloModels(simulation.spec, engine, initial, simulation.seed), simulation.links)
 
 
 def _mix(simulation: Simulation, observe: Observer | None) -> Result:
-    return mix_without_training(
-        Mixing(
+    return mixing.mix_without_training(
+        mixing.Mixing(
             spec=simulation.spec,
             fleet=simulation.fleet,
             links=simulation.links,
@@ -69,14 +64,14 @@ class SimulatedKind:
     """
 
     behave: Callable[[ClientWork], ClientBehaviour] = ClientBehaviour
-    check: Callable[[JobSpec, Fleet, LinkOptions], None] = refuse_links
-    learn: Callable[[Simulation, Engine, Parameters], RealTraining | SiloTraining] = _learn
+    check: Callable[[job.JobSpec, Fleet, LinkOptions], None] = checks.refuse_links
+    learn: Callable[[Simulation, Engine, model.Parameters], RealTraining | silos.SiloTraining] = _learn
     mix: Callable[[Simulation, Observer | None], Result] | None = None
 
 
 _AVERAGING = SimulatedKind()
-_BUFFERED = SimulatedKind(behave=BufferedBehaviour)
-_SECURE = SimulatedKind(behave=SecureBehaviour)
+_BUFFERED = SimulatedKind(behave=buffered.BufferedBehaviour)
+_SECURE = SimulatedKind(behave=secure.SecureBehaviour)
 KINDS: Mapping[str, SimulatedKind] = {
     "sync": _AVERAGING,
     "private sync": _AVERAGING,
@@ -86,11 +81,11 @@ KINDS: Mapping[str, SimulatedKind] = {
     "ssp": _BUFFERED,
     "secure": _SECURE,
     "private secure": _SECURE,
-    "gossip": SimulatedKind(behave=SiloBehaviour, check=check_silos, learn=_learn_silos, mix=_mix),
+    "gossip": SimulatedKind(behave=gossip.SiloBehaviour, check=checks.check_silos, learn=_learn_silos, mix=_mix),
 }
 
 
-def kind_of(spec: JobSpec) -> SimulatedKind:
+def kind_of(spec: job.JobSpec) -> SimulatedKind:
     """Return how a job is simulated."""
     return KINDS[training_name(spec)]
 

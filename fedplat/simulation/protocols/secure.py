@@ -14,8 +14,7 @@ from fedplat.rounds.events import Event, KeysAdvertised, MasksAnswered, SharesSe
 from fedplat.rounds.states import AttemptPhase, Reason
 from fedplat.simulation.clients.device import DeviceAssignment, Sizes
 from fedplat.simulation.protocols.base import DROP_OUTS, ClientBehaviour, ClientWork, make_rng
-from fedplat.simulation.secure.costs import KEYS_BYTES
-from fedplat.simulation.secure.sums import SecureStep, StepPlanner
+from fedplat.simulation.secure import costs, sums
 
 _EVENTS: Mapping[AttemptPhase, Callable[[AttemptKey, str, bytes], Event]] = {
     AttemptPhase.ADVERTISING: KeysAdvertised,
@@ -36,12 +35,12 @@ class SecureBehaviour(ClientBehaviour):
     def __init__(self, work: ClientWork) -> None:
         super().__init__(work)
         drop_outs = int(make_rng(work.seed, DROP_OUTS).integers(2**63))
-        self._steps = StepPlanner(work.spec, work.fleet, work.training.num_entries, drop_outs)
-        self._under_way: dict[int, SecureStep] = {}
+        self._steps = sums.StepPlanner(work.spec, work.fleet, work.training.num_entries, drop_outs)
+        self._under_way: dict[int, sums.SecureStep] = {}
 
     @override
     def first_sizes(self) -> Sizes:
-        return self.work.training.sizes._replace(update=float(KEYS_BYTES))  # the first message has the keys
+        return self.work.training.sizes._replace(update=float(costs.KEYS_BYTES))  # the first message has the keys
 
     @override
     def plan_first(self, task: DeviceAssignment) -> None:
@@ -60,7 +59,7 @@ class SecureBehaviour(ClientBehaviour):
         for step in self._steps.plan(attempt, self.work.tasks, self.work.now):
             self._plan(step)
 
-    def _plan(self, step: SecureStep) -> None:
+    def _plan(self, step: sums.SecureStep) -> None:
         task = step.task
         task.phase, self._under_way[task.client] = step.phase, step
         if step.gone_at < np.inf:
@@ -72,7 +71,7 @@ class SecureBehaviour(ClientBehaviour):
         else:
             self.work.schedule(step.at, self._take_step, step)
 
-    def _take_step(self, step: SecureStep) -> Event | None:
+    def _take_step(self, step: sums.SecureStep) -> Event | None:
         task = step.task
         if task.is_over or self._under_way.get(task.client) is not step:  # a later phase has begun meanwhile
             return None
@@ -93,7 +92,7 @@ class SecureBehaviour(ClientBehaviour):
             self.work.training.drop(step.task)
             self.finish(step.task, failed=False)
 
-    def _complete(self, step: SecureStep) -> None:
+    def _complete(self, step: sums.SecureStep) -> None:
         self.work.statistics.on_step(step)
         del self._under_way[step.task.client]
         if step.phase is AttemptPhase.UNMASKING:

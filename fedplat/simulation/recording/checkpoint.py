@@ -17,10 +17,8 @@ import msgspec
 import numpy.typing as npt
 from msgspec import Struct
 
-from fedplat import durable
-from fedplat.aggregate import memory_from_bytes, state_from_bytes, state_to_bytes
+from fedplat import aggregate, durable, errors
 from fedplat.config.decoding import prepare_type
-from fedplat.errors import ModelError, ReplayError
 from fedplat.model import Parameters
 from fedplat.simulation.federated.base_models import Snapshot
 
@@ -66,7 +64,7 @@ def write(folder: Path, snapshot: Snapshot, num_bytes: int) -> None:
     record = _Record(snapshot.version, sorted(snapshot.models), snapshot.step, num_bytes)
     contents = {
         _RECORD: msgspec.json.encode(record),
-        _STATE: state_to_bytes(snapshot.state, snapshot.scalars, snapshot.memory),
+        _STATE: aggregate.state_to_bytes(snapshot.state, snapshot.scalars, snapshot.memory),
         _RESIDUALS: _to_bytes({str(client): vector for client, vector in snapshot.residuals.items()}),
         _MEMORIES: _to_bytes(_flatten(snapshot.client_states)),
     }
@@ -86,14 +84,14 @@ def read(checkpoint: Checkpoint) -> Snapshot:
     folder, record = checkpoint.folder, _record(checkpoint.folder)
     try:
         content = (folder / _STATE).read_bytes()
-        (state, scalars), memory = state_from_bytes(content), memory_from_bytes(content)
+        (state, scalars), memory = aggregate.state_from_bytes(content), aggregate.memory_from_bytes(content)
         residuals = _from_bytes((folder / _RESIDUALS).read_bytes())
         client_states = _from_bytes((folder / _MEMORIES).read_bytes())
         models = {
             version: Parameters.from_bytes((folder / _model_name(version)).read_bytes()) for version in record.models
         }
-    except (OSError, ModelError) as exc:
-        raise ReplayError(f"{folder} cannot be used: {exc}; remove it to start again") from exc
+    except (OSError, errors.ModelError) as exc:
+        raise errors.ReplayError(f"{folder} cannot be used: {exc}; remove it to start again") from exc
     return Snapshot(
         version=record.version,
         models=models,
@@ -114,7 +112,7 @@ def _record(folder: Path) -> _Record:
     try:
         return msgspec.json.decode((folder / _RECORD).read_bytes(), type=prepare_type(_Record))
     except (OSError, msgspec.MsgspecError) as exc:
-        raise ReplayError(f"{folder} cannot be used: {exc}; remove it to start again") from exc
+        raise errors.ReplayError(f"{folder} cannot be used: {exc}; remove it to start again") from exc
 
 
 def _to_bytes(arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:

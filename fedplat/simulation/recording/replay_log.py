@@ -19,10 +19,8 @@ from typing import Any
 from typing_extensions import override
 
 from fedplat.errors import ReplayError
-from fedplat.rounds import Assignment, Attempt, AttemptKey, JobState, ModelVersion
-from fedplat.rounds.commands import Commit, Fold, Restart
+from fedplat.rounds import Assignment, Attempt, AttemptKey, JobState, ModelVersion, commands, states
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated, UpdateRejected, UpdateReported
-from fedplat.rounds.states import Reason
 from fedplat.simulation.clients.device import DeviceAssignment, Sizes
 from fedplat.simulation.federated.interface import Report, TrainingModel
 from fedplat.simulation.federated.training import RealTraining
@@ -36,9 +34,8 @@ ANSWERS = "answers.jsonl"
 class ReplayLog(TrainingModel):
     """Wraps training: replays the results in a folder, then computes further ones and writes them there.
 
-    `identity` is a text that equal simulations share. Raises `ReplayError` for the folder of another simulation, or
-    one that cannot be read. A checkpoint is written after every `every`-th version, if `due` returns true for
-    it.
+    `identity` is a text that equal simulations share. Raises `ReplayError` for the folder of another simulation, or one
+    that cannot be read. A checkpoint is written after every `every`-th version, if `due` returns true for it.
     """
 
     one_at_a_time = True
@@ -136,7 +133,7 @@ class ReplayLog(TrainingModel):
         self._learning.forget(key, client_id)  # during a replay it has received nothing
 
     @override
-    def fold(self, command: Fold) -> AggregationFailed | None:
+    def fold(self, command: commands.Fold) -> AggregationFailed | None:
         subject = [*command.key[1:], command.assignment.client_id]
         if not self.is_replaying:
             failed = self._learning.fold(command)
@@ -148,11 +145,11 @@ class ReplayLog(TrainingModel):
         return AggregationFailed(command.key, self._take("fold", subject)["failed"], is_lasting=True)
 
     @override
-    def restart(self, command: Restart) -> None:
+    def restart(self, command: commands.Restart) -> None:
         self._learning.restart(command)  # during a replay it has folded nothing
 
     @override
-    def commit(self, command: Commit, job: JobState) -> AttemptAggregated | AggregationFailed:
+    def commit(self, command: commands.Commit, job: JobState) -> AttemptAggregated | AggregationFailed:
         if self.is_replaying:
             result = self._take("attempt", list(command.key[1:]))
             if "failed" in result:
@@ -236,7 +233,7 @@ def _of_report(task: DeviceAssignment, report: Report) -> RecordedResult:
 
 def _to_report(task: DeviceAssignment, result: RecordedResult) -> Report:
     if "reason" in result:
-        return UpdateRejected(task.key, task.client_id, Reason(result["reason"]), result["text"])
+        return UpdateRejected(task.key, task.client_id, states.Reason(result["reason"]), result["text"])
     return UpdateReported(
         task.key,
         task.client_id,

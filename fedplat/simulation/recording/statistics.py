@@ -16,18 +16,10 @@ from fedplat.rounds.states import BUSY_STATES, AssignmentState
 from fedplat.simulation.clients import Fleet
 from fedplat.simulation.clients.availability import Clients
 from fedplat.simulation.clients.device import DeviceAssignment
-from fedplat.simulation.recording.result import (
-    AttemptResult,
-    GossipExchange,
-    Group,
-    ParticipationCounts,
-    SecureCosts,
-    Totals,
-)
-from fedplat.simulation.secure.costs import StepCost
-from fedplat.simulation.secure.sums import SecureStep
+from fedplat.simulation.recording import result
+from fedplat.simulation.secure import costs, sums
 
-Observer = Callable[[AttemptResult], None]
+Observer = Callable[[result.AttemptResult], None]
 _COUNTED = (AssignmentState.MERGED, AssignmentState.LATE, AssignmentState.FAILED)
 _DECILES = 10
 
@@ -39,20 +31,20 @@ class SecureStatistics:
         self.dropped: Counter[str] = Counter()
         self.num_groups, self.server_s = 0, 0.0
         self._steps: Counter[str] = Counter()
-        self._paid: dict[str, StepCost] = {}
+        self._paid: dict[str, costs.StepCost] = {}
 
-    def on_step(self, step: SecureStep) -> None:
+    def on_step(self, step: sums.SecureStep) -> None:
         """Count a step."""
         self._steps[step.phase.value] += 1
         client_id = step.task.client_id
-        self._paid[client_id] = self._paid.get(client_id, StepCost()).plus(step.cost)
+        self._paid[client_id] = self._paid.get(client_id, costs.StepCost()).plus(step.cost)
 
-    def costs_of(self, attempt: Attempt) -> SecureCosts:
+    def costs_of(self, attempt: Attempt) -> result.SecureCosts:
         """Return the costs of an attempt that has ended."""
         merged = [each.client_id for each in attempt.assignments.values() if each.state is AssignmentState.MERGED]
-        total = functools.reduce(StepCost.plus, (self._paid[each] for each in merged), StepCost())
+        total = functools.reduce(costs.StepCost.plus, (self._paid[each] for each in merged), costs.StepCost())
         bytes_down, bytes_up, client_s = (value / max(len(merged), 1) for value in total)
-        return SecureCosts(
+        return result.SecureCosts(
             groups=self.num_groups,
             steps=dict(self._steps),
             dropped=dict(self.dropped),
@@ -75,8 +67,8 @@ class RunStatistics:
         self._collecting_at: dict[AttemptKey, float] = {}
         self._bytes = (0.0, 0.0)
         self._secure: SecureStatistics | None = None
-        self._exchange: GossipExchange | None = None
-        self.attempts: list[AttemptResult] = []
+        self._exchange: result.GossipExchange | None = None
+        self.attempts: list[result.AttemptResult] = []
         self.lost = self.check_ins = self.refused = self.events = self.batches = 0
         self.bytes_down = self.bytes_up = 0.0
 
@@ -85,7 +77,7 @@ class RunStatistics:
         self._collecting_at.setdefault(key, now)
         self.bytes_down += bytes_down
 
-    def on_step(self, step: SecureStep) -> None:
+    def on_step(self, step: sums.SecureStep) -> None:
         """Count a step of secure aggregation that a client has taken."""
         self.bytes_down += step.cost.bytes_down
         self.bytes_up += step.cost.bytes_up
@@ -95,7 +87,7 @@ class RunStatistics:
         """Count a client that was lost in a secure aggregation."""
         self._of_secure().dropped[task.phase.value] += 1
 
-    def on_exchanged(self, exchange: GossipExchange) -> None:
+    def on_exchanged(self, exchange: result.GossipExchange) -> None:
         """Record the exchange of models in a round that ends."""
         self._exchange = exchange
 
@@ -129,7 +121,7 @@ class RunStatistics:
     def on_attempt_ended(self, job: JobState, attempt: Attempt, evaluation: Mapping[str, float]) -> None:
         """Record an attempt that was committed or abandoned, and call `observe`."""
         committed = job.latest.round == attempt.key.round and job.latest.attempt == attempt.key.number
-        record = AttemptResult(
+        record = result.AttemptResult(
             round=attempt.key.round,
             attempt=attempt.key.number,
             kind=attempt.kind.value,
@@ -156,13 +148,13 @@ class RunStatistics:
         if self._observe is not None:
             self._observe(record)
 
-    def totals(self, duration_s: float) -> Totals:
+    def totals(self, duration_s: float) -> result.Totals:
         """Return the sums over the whole run."""
         counts: Counter[str] = Counter(self._counts)  # of assignments that ended after the last attempt did
         for record in self.attempts:
             counts.update(record.counts)
         trains = [record for record in self.attempts if record.kind == "TRAIN"]
-        return Totals(
+        return result.Totals(
             duration_s=duration_s,
             rounds=sum(record.committed for record in trains),
             attempts=len(trains),
@@ -179,13 +171,13 @@ class RunStatistics:
             batches=self.batches,
         )
 
-    def participation(self) -> ParticipationCounts:
+    def participation(self) -> result.ParticipationCounts:
         """Return the number of each client's assignments, in total and by outcome."""
         merged, late, failed = (self._by_client[state] for state in _COUNTED)
-        return ParticipationCounts(assigned=self._assigned, merged=merged, late=late, failed=failed)
+        return result.ParticipationCounts(assigned=self._assigned, merged=merged, late=late, failed=failed)
 
 
-def count_staleness(attempts: Sequence[AttemptResult]) -> dict[int, int]:
+def count_staleness(attempts: Sequence[result.AttemptResult]) -> dict[int, int]:
     """Count all merged updates by their staleness."""
     total: Counter[int] = Counter()
     for record in attempts:
@@ -193,7 +185,7 @@ def count_staleness(attempts: Sequence[AttemptResult]) -> dict[int, int]:
     return dict(sorted(total.items()))
 
 
-def measure_groups(fleet: Fleet, participation: ParticipationCounts) -> tuple[Group, ...]:
+def measure_groups(fleet: Fleet, participation: result.ParticipationCounts) -> tuple[result.Group, ...]:
     """Return the shares of groups of clients: tenths of the fleet by speed, and the values of each label."""
     return tuple(_group(fleet, participation, name, members) for name, members in _members(fleet))
 
@@ -208,11 +200,11 @@ def _members(fleet: Fleet) -> Iterator[tuple[str, Clients]]:
             yield f"{name}={value}", np.flatnonzero(label.codes == code)
 
 
-def _group(fleet: Fleet, participation: ParticipationCounts, name: str, members: Clients) -> Group:
+def _group(fleet: Fleet, participation: result.ParticipationCounts, name: str, members: Clients) -> result.Group:
     assigned, merged, examples = participation.assigned, participation.merged, fleet.examples
     share_of_fleet = len(members) / fleet.num_clients
     share_of_merged = _share(merged, members)
-    return Group(
+    return result.Group(
         name=name,
         num_clients=len(members),
         share_of_fleet=share_of_fleet,

@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from fedplat import texts
-from fedplat.metrics import find_range
+from fedplat import metrics, texts
 from fedplat.simulation.recording.folder import finite
 from fedplat.simulation.recording.result import Result
-from fedplat.simulation.report import notebook, plots
+from fedplat.simulation.report import notebook, plots, summary
 from fedplat.simulation.report.notebook import to_frame
 from fedplat.simulation.report.statistics import CONFIDENCE, Floats, MeanInterval, MeanSeries, mean_interval
-from fedplat.simulation.report.summary import Series, series, summarize
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,9 +30,8 @@ _AFTER_START = 0.0, math.inf
 class ComparedRuns:
     """The runs of one configuration: `last`, `best` and `curve` are means over the seeds.
 
-    `by_seed` has the metric of each seed in the rounds of `curve`.
-    `num_reached` is the number of seeds whose run reached the target; `rounds_to_target` and `seconds_to_target` are
-    means over these runs, None without such a run.
+    `by_seed` has the metric of each seed in the rounds of `curve`. `num_reached` is the number of seeds whose run
+    reached the target; `rounds_to_target` and `seconds_to_target` are means over these runs, None without such a run.
     """
 
     name: str
@@ -151,12 +148,12 @@ def _compare(name: str, results: Sequence[Result], metric: str, target: float, c
     if len(set(seeds)) < len(seeds):
         twice = next(seed for seed in seeds if seeds.count(seed) > 1)
         raise ValueError(f"{name}: the seed {twice} occurs twice; expected independent runs, each with another seed")
-    lines = [series(result.attempts, metric) for result in results]
+    lines = [summary.series(result.attempts, metric) for result in results]
     for seed, line in zip(seeds, lines, strict=True):
         if not len(line.values):
             raise ValueError(f"{name}: the run with seed {seed} has no {metric} on held-out data")
-    summaries = [summarize(result, metric, target) for result in results]
-    bounds = find_range(metric, (value for line in lines for value in line.values.tolist()))
+    summaries = [summary.summarize(result, metric, target) for result in results]
+    bounds = metrics.find_range(metric, (value for line in lines for value in line.values.tolist()))
     rounds = [each.rounds_to_target for each in summaries if each.rounds_to_target is not None]
     seconds = [each.seconds_to_target for each in summaries if each.seconds_to_target is not None]
     return ComparedRuns(
@@ -172,7 +169,7 @@ def _compare(name: str, results: Sequence[Result], metric: str, target: float, c
     )
 
 
-def _mean_series(lines: Sequence[Series], confidence: float, bounds: tuple[float, float]) -> MeanSeries:
+def _mean_series(lines: Sequence[summary.Series], confidence: float, bounds: tuple[float, float]) -> MeanSeries:
     (rounds, *_), at_s, values = (_common_rounds(lines, name) for name in ("rounds", "at_s", "values"))
     intervals = [mean_interval(column, confidence, bounds) for column in values.T.tolist()]
     low, mean, high = (
@@ -182,7 +179,7 @@ def _mean_series(lines: Sequence[Series], confidence: float, bounds: tuple[float
     return MeanSeries(rounds=rounds, at_s=at_s.mean(axis=0), mean=mean, low=low, high=high)
 
 
-def _common_rounds(lines: Sequence[Series], name: str) -> Floats:
+def _common_rounds(lines: Sequence[summary.Series], name: str) -> Floats:
     """Return numbers of the rounds that all runs have evaluated, [runs, rounds]."""
     common = sorted(set.intersection(*(set(line.rounds.tolist()) for line in lines)))
     return np.array([getattr(line, name)[np.isin(line.rounds, common)] for line in lines])

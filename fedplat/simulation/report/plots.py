@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fedplat import texts
-from fedplat.errors import MissingExtraError
-from fedplat.extras import install_command
+from fedplat import errors, extras, texts
 from fedplat.simulation.data import Federation
 from fedplat.simulation.recording.result import Group, Result
 from fedplat.simulation.report.data import label_table
@@ -76,8 +74,8 @@ def new_figure() -> Figure:
 
         return ShownFigure(layout="constrained")
     except ModuleNotFoundError as exc:
-        raise MissingExtraError(
-            f"plots need matplotlib; install it with: {install_command('plots')}, or use --no-plots"
+        raise errors.MissingExtraError(
+            f"plots need matplotlib; install it with: {extras.install_command('plots')}, or use --no-plots"
         ) from exc
 
 

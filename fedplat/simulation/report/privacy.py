@@ -36,10 +36,7 @@ class PrivacyChart:
 
 
 def make_chart(
-    job: JobSpec,
-    plan: PrivacyPlan,
-    scores: Mapping[float, float | None] | None = None,
-    metric: str = "accuracy",
+    job: JobSpec, plan: PrivacyPlan, scores: Mapping[float, float | None] | None = None, metric: str = "accuracy"
 ) -> PrivacyChart:
     """Return the chart of a job's plan; `scores` are simulated metrics by noise multiplier, 0 without noise."""
     own, scores = plan.noise_multiplier, scores or {}

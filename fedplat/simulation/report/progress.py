@@ -9,8 +9,7 @@ import sys
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, Literal
 
-from fedplat import texts
-from fedplat.metrics import is_smaller_better
+from fedplat import metrics, texts
 from fedplat.simulation.recording.result import AttemptResult
 
 Clock = Callable[[], float]
@@ -54,7 +53,7 @@ class ProgressEstimate:
         elif self.best is None and "loss" in record.metrics:
             self.score = {"loss": record.metrics["loss"]}
         if value is not None:
-            better = min if is_smaller_better(self.metric) else max
+            better = min if metrics.is_smaller_better(self.metric) else max
             self.best = value if self.best is None else better(self.best, value)
 
     def elapsed_s(self) -> float:

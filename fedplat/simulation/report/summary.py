@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from fedplat import texts
-from fedplat.metrics import is_smaller_better
+from fedplat import metrics, texts
 from fedplat.privacy.accounting import Cost
 from fedplat.simulation.recording.result import AttemptResult, Result
 
@@ -74,7 +73,7 @@ def summarize(result: Result, metric: str = "accuracy", target: float = 0.0) -> 
     on_clients = _score(of_evaluations, -1) if len(of_evaluations.values) else None
     if not len(central.values):
         return Summary(metric=metric, target=target, of_clients=of_clients, federated=on_clients)
-    sign = -1.0 if is_smaller_better(metric) else 1.0
+    sign = -1.0 if metrics.is_smaller_better(metric) else 1.0
     best = int(np.nanargmax(sign * central.values)) if np.isfinite(central.values).any() else len(central.values) - 1
     reached = find_crossing(central, sign, target) if target else None
     return Summary(

@@ -6,13 +6,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fedplat import initial
+from fedplat import extras, initial, model, randomness
 from fedplat.config import user_code
 from fedplat.errors import JobFileError, MissingExtraError
-from fedplat.extras import install_command
 from fedplat.learner import ArrayLearner
-from fedplat.model import Parameters
-from fedplat.randomness import use_seeds
 from fedplat.simulation.scenario.file import SimulationFile
 from fedplat.simulation.scenario.options import ModelOptions
 
@@ -20,7 +17,7 @@ if TYPE_CHECKING:
     from fedplat.pytorch.training import Learner
 
 
-def build_learner(file: SimulationFile) -> tuple[Learner | ArrayLearner, Parameters]:
+def build_learner(file: SimulationFile) -> tuple[Learner | ArrayLearner, model.Parameters]:
     """Return the learner of a simulation file, and the initial model, whose random values follow from the seed.
 
     Raises `JobFileError`, `UserCodeError`, and `MissingExtraError`.
@@ -35,7 +32,7 @@ def build_learner(file: SimulationFile) -> tuple[Learner | ArrayLearner, Paramet
     except JobFileError as exc:
         raise JobFileError(f"simulation.model: {exc}") from exc
     try:
-        with use_seeds(seed):
+        with randomness.use_seeds(seed):
             start = initial.resolve(named, file.folder)
         expected = make_initial(learner, seed)
     except ValueError as exc:  # `personal` names a tensor that the module does not have
@@ -46,11 +43,11 @@ def build_learner(file: SimulationFile) -> tuple[Learner | ArrayLearner, Paramet
     return learner, start
 
 
-def make_initial(learner: Learner | ArrayLearner, seed: int) -> Parameters:
+def make_initial(learner: Learner | ArrayLearner, seed: int) -> model.Parameters:
     """Return the initial model of a learner. Raises `JobFileError` if it returns something else."""
     if not isinstance(learner, ArrayLearner):
         return learner.initial(seed)
-    with use_seeds(seed), user_code.wrap_errors(f"{type(learner).__name__}.initial()"):
+    with randomness.use_seeds(seed), user_code.wrap_errors(f"{type(learner).__name__}.initial()"):
         found = learner.initial(seed)
     return initial.convert_result(found, f"{type(learner).__name__}.initial")
 
@@ -61,12 +58,12 @@ def check_torch() -> None:
         import torch
     except ModuleNotFoundError as exc:
         raise MissingExtraError(
-            f"training needs PyTorch; install it with: {install_command('torch')}, or use --no-training"
+            f"training needs PyTorch; install it with: {extras.install_command('torch')}, or use --no-training"
         ) from exc
     del torch
 
 
-def _build_from_initial(options: ModelOptions, file: SimulationFile) -> tuple[Learner, Parameters]:
+def _build_from_initial(options: ModelOptions, file: SimulationFile) -> tuple[Learner, model.Parameters]:
     """Build the learner whose module is the job's `model.initial`."""
     named = file.job.model.initial
     if named.endswith(".safetensors"):

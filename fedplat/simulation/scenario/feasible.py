@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedplat import aggregate
-from fedplat.codecs import Plain
-from fedplat.config import label_expressions
-from fedplat.config.plugins import name_of
-from fedplat.config.toml import format_value
+from fedplat import aggregate, codecs, job
+from fedplat.config import label_expressions, plugins, toml
 from fedplat.errors import JobFileError
-from fedplat.job import JobSpec
 from fedplat.job.privacy import build_release
 from fedplat.rounds.protocols.base import find_training
 from fedplat.simulation.clients import Fleet, build_fleet
@@ -21,7 +17,7 @@ MAX_DRAWN = 100_000
 """The largest fleet that is drawn only to check a file."""
 
 
-def check_feasible(spec: JobSpec, fleet: Fleet) -> str:
+def check_feasible(spec: job.JobSpec, fleet: Fleet) -> str:
     """Raise `JobFileError` for a job whose first rounds need clients that the fleet does not have.
 
     Return a warning if each of its rounds waits for clients that do not exist; empty without one.
@@ -48,14 +44,14 @@ def check_feasible(spec: JobSpec, fleet: Fleet) -> str:
     )
 
 
-def check_sums(spec: JobSpec) -> None:
+def check_sums(spec: job.JobSpec) -> None:
     """Raise `JobFileError` for a job whose model is a sum over examples, and which computes more than its mean.
 
     A learner states it by `sums = True`. Such a model has measurements, as running statistics are, and no weights:
     after a step of a server optimizer it has the sums of no data.
     """
     rule, reason = spec.aggregation, "the model is a sum over the examples of all clients"
-    name, rate = name_of(rule), getattr(rule, "learning_rate", 1.0)
+    name, rate = plugins.name_of(rule), getattr(rule, "learning_rate", 1.0)
     is_mean = isinstance(rule, aggregate.FedAvg | aggregate.FedNova)
     if name in aggregate.RULES and not (is_mean and rate == 1.0):
         given = f"learning_rate = {rate:g}" if is_mean else f'rule = "{name}"'
@@ -66,9 +62,9 @@ def check_sums(spec: JobSpec) -> None:
         raise JobFileError(f"privacy: {reason}, which noise would make useless; expected none, or another estimator")
     for key in ("uplink", "downlink"):
         codec = getattr(spec.compression, key)
-        if codec is not None and not isinstance(codec, Plain):
+        if codec is not None and not isinstance(codec, codecs.Plain):
             raise JobFileError(
-                f'compression.{key}: {reason}, which the codec "{name_of(codec)}" would round; expected '
+                f'compression.{key}: {reason}, which the codec "{plugins.name_of(codec)}" would round; expected '
                 'none, or { codec = "none", zstd = true }'
             )
 
@@ -87,7 +83,7 @@ def check_file(file: SimulationFile) -> str:
     return check_feasible(file.job, build_fleet(options.fleet, options.seed, num_clients, file.folder))
 
 
-def _count_eligible(spec: JobSpec, fleet: Fleet) -> int:
+def _count_eligible(spec: job.JobSpec, fleet: Fleet) -> int:
     """Return the number of clients whose labels satisfy `selection.where`; raise `JobFileError` if that is 0."""
     where = spec.selection.where
     accepts = label_expressions.compile_expression(where)
@@ -98,13 +94,13 @@ def _count_eligible(spec: JobSpec, fleet: Fleet) -> int:
     if not count:
         labels = "; ".join(f"{name}: {', '.join(label.values[:8])}" for name, label in fleet.labels.items())
         raise JobFileError(
-            f"selection.where = {format_value(where)}: no client of the simulation satisfies it; expected "
+            f"selection.where = {toml.format_value(where)}: no client of the simulation satisfies it; expected "
             f"an expression over the labels of simulation.fleet, which are {labels or 'none'}"
         )
     return count
 
 
-def _check_separation(spec: JobSpec, fleet: Fleet, count: int) -> None:
+def _check_separation(spec: job.JobSpec, fleet: Fleet, count: int) -> None:
     """Raise `JobFileError` if so many clients rest after the first rounds that too few are left for the next.
 
     A round draws as many clients as it may if all are online, else perhaps only the minimum.
@@ -122,7 +118,7 @@ def _check_separation(spec: JobSpec, fleet: Fleet, count: int) -> None:
         free -= min(most, free)  # none of them may be drawn again within these rounds
 
 
-def check_supported(spec: JobSpec) -> None:
+def check_supported(spec: job.JobSpec) -> None:
     """Raise `JobFileError` for a job that trains on the server's data, or that a Flower app runs.
 
     `[pool]` is ignored: it changes no result.

@@ -16,9 +16,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from fedplat import errors, job
 from fedplat.config.toml import make_record
-from fedplat.errors import JobFileError
-from fedplat.job import JobSpec, Scalar, Selection
 
 OF_LEARNER = "learner:initial"
 """The `model.initial` of a job whose initial model is that of a `Learner`."""
@@ -28,11 +27,11 @@ def make_job(
     model: str | Callable[[], object] | None = None,
     *,
     rounds: int,
-    selection: Selection,
-    config: Mapping[str, Scalar],
+    selection: job.Selection,
+    config: Mapping[str, job.Scalar],
     name: str = "simulation",
     **tables: Any,
-) -> JobSpec:
+) -> job.JobSpec:
     """Return a job for a simulation.
 
     `model` is `model.initial` of the job file, or a function or class that creates a PyTorch module, which is then
@@ -41,18 +40,18 @@ def make_job(
     """
     initial = OF_LEARNER if model is None else model if isinstance(model, str) else _reference(model)
     named = {"name": name, "population": name, "trainer": name, "model": {"initial": initial}}
-    return make_record(JobSpec, named | {"rounds": rounds, "selection": selection, "config": config} | tables)
+    return make_record(job.JobSpec, named | {"rounds": rounds, "selection": selection, "config": config} | tables)
 
 
 def _reference(function: Callable[[], object]) -> str:
     if not inspect.isfunction(function) and not isinstance(function, type):
-        raise JobFileError(
+        raise errors.JobFileError(
             f"model is a {type(function).__name__}; expected a function or class that creates the module, or its "
             "reference, module:function"
         )
     reference = f"{function.__module__}:{function.__qualname__}"
     if not re.fullmatch(r"[\w.]+:[\w.]+", reference):
-        raise JobFileError(
+        raise errors.JobFileError(
             f"model = {function.__qualname__}: it cannot be found by its name; define the function with def, outside "
             "of other functions, or call simulate(..., learner=Learner(model=...))"
         )

@@ -9,19 +9,15 @@ from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 from msgspec import Meta, Struct
 
-from fedplat.config import user_code
-from fedplat.config.plugin_objects import adopt_fields
-from fedplat.config.plugins import Kind, by_name, define
-from fedplat.config.toml import format_value
+from fedplat import errors, sklearn
+from fedplat.config import plugin_objects, plugins, toml, user_code
 from fedplat.config.user_code import Reference
-from fedplat.errors import UserCodeError
 from fedplat.learner import ArrayLearner, BaseLearner
 from fedplat.metrics import Metric
 from fedplat.simulation.clients import FleetOptions
 from fedplat.simulation.clients.links import LinkOptions
 from fedplat.simulation.data import DataSource, Partition
 from fedplat.simulation.engines.registry import AutoOptions, EngineOptions
-from fedplat.sklearn import SklearnLearner
 
 MAX_METRICS = 20
 LOSS_NAMES = ("cross_entropy", "mse", "bce_with_logits")
@@ -64,9 +60,9 @@ class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field="l
             try:
                 if value not in names:
                     user_code.split(value)
-            except UserCodeError as exc:
+            except errors.UserCodeError as exc:
                 expected = ", ".join([*filter(None, names), "or module:function"]).removeprefix("or ")
-                raise ValueError(f"{key} = {format_value(value)}: expected {expected}") from exc
+                raise ValueError(f"{key} = {toml.format_value(value)}: expected {expected}") from exc
 
     def build(self, folder: Path) -> Any:
         """Return the learner."""
@@ -89,11 +85,11 @@ class LightningOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
         return LightningLearner(OwnLightningModule(self.module, folder, self.options))
 
 
-LEARNERS: Mapping[str, type[LearnerOptions]] = by_name(ModelOptions, SklearnLearner, LightningOptions)
+LEARNERS: Mapping[str, type[LearnerOptions]] = plugins.by_name(ModelOptions, sklearn.SklearnLearner, LightningOptions)
 """The options record of each built-in learner, by its name in a simulation file."""
 
-define(
-    Kind(
+plugins.define(
+    plugins.Kind(
         "learners",
         "learner",
         "a learner",
@@ -139,4 +135,4 @@ class SimulationOptions(Struct, frozen=True, forbid_unknown_fields=True):
     model: LearnerOptions = ModelOptions()
 
     def __post_init__(self) -> None:
-        adopt_fields(self, "simulation.")
+        plugin_objects.adopt_fields(self, "simulation.")

@@ -16,8 +16,7 @@ from msgspec import Struct
 
 from fedplat.config.plugins import Kind, find_kind, kinds
 from fedplat.job import JobSpec, reference
-from fedplat.simulation.scenario.file import TABLE
-from fedplat.simulation.scenario.options import SimulationOptions
+from fedplat.simulation.scenario import file, options
 
 ID = "urn:fedplat:schema:job"
 """The identifier of the schema, in all versions of fedplat."""
@@ -44,14 +43,8 @@ def make_schema() -> Schema:
             definitions[_name(target)]["required"].remove(kind.key)
     resolved = cast(dict[str, Schema], _resolve(definitions, references))
     job = resolved.pop(_name(references[JobSpec]))
-    job["properties"][TABLE] = references[SimulationOptions]
-    return {
-        "$schema": _DIALECT,
-        "$id": ID,
-        **job,
-        "title": "fedplat job file",
-        "$defs": dict(sorted(resolved.items())),
-    }
+    job["properties"][file.TABLE] = references[options.SimulationOptions]
+    return {"$schema": _DIALECT, "$id": ID, **job, "title": "fedplat job file", "$defs": dict(sorted(resolved.items()))}
 
 
 def format_schema() -> str:
@@ -61,7 +54,7 @@ def format_schema() -> str:
 
 def find_records() -> Iterator[type[Struct]]:
     """Yield each record that a file may contain once, beginning with the whole file's."""
-    waiting: list[object] = [JobSpec, SimulationOptions]
+    waiting: list[object] = [JobSpec, options.SimulationOptions]
     found: set[object] = set()
     while waiting:
         each = waiting.pop(0)

@@ -17,23 +17,8 @@ from typing import NamedTuple
 import msgspec
 from msgspec import Struct
 
-from fedplat.secure_aggregation import encoding
+from fedplat.secure_aggregation import encoding, messages
 from fedplat.secure_aggregation.graph import Graph
-from fedplat.secure_aggregation.messages import (
-    KEY_BYTES,
-    SEALED_BYTES,
-    SHARE_BYTES,
-    SIGNATURE_BYTES,
-    Confirmation,
-    HeldShares,
-    KeyAdvertisement,
-    Member,
-    Roster,
-    SealedShares,
-    Survivors,
-    UnmaskAnswer,
-    UnmaskRequest,
-)
 from fedplat.secure_aggregation.setup import Setup
 
 
@@ -73,10 +58,10 @@ class StepCost(NamedTuple):
         return StepCost(*(mine + its for mine, its in zip(self, other, strict=True)))
 
 
-_KEYS = KeyAdvertisement(bytes(KEY_BYTES), bytes(KEY_BYTES), bytes(SIGNATURE_BYTES))
+_KEYS = messages.KeyAdvertisement(bytes(messages.KEY_BYTES), bytes(messages.KEY_BYTES), bytes(messages.SIGNATURE_BYTES))
 KEYS_BYTES = len(_KEYS.to_bytes())
 """Size of the message with which a client advertises its keys."""
-CONFIRMATION_BYTES = len(Confirmation(bytes(SIGNATURE_BYTES)).to_bytes())
+CONFIRMATION_BYTES = len(messages.Confirmation(bytes(messages.SIGNATURE_BYTES)).to_bytes())
 
 
 def advertise(setup: Setup, units: UnitCosts = UNITS) -> StepCost:
@@ -89,17 +74,19 @@ class GroupCosts:
 
     def __init__(self, setup: Setup, graph: Graph, client_ids: Iterable[str], units: UnitCosts = UNITS) -> None:
         self._setup, self._graph, self._units = setup, graph, units
-        self._members = tuple(Member(each, bytes(KEY_BYTES), _KEYS) for each in client_ids)
+        self._members = tuple(messages.Member(each, bytes(messages.KEY_BYTES), _KEYS) for each in client_ids)
         self._length = setup.encoding.length
 
     @functools.cached_property
     def _roster_bytes(self) -> int:
-        return len(Roster(self._members, 0).to_bytes()) - _position_bytes(0)
+        return len(messages.Roster(self._members, 0).to_bytes()) - _position_bytes(0)
 
     def share(self, position: int) -> StepCost:
         """Return the cost of the roster, and of the shares of both secrets for each holder."""
         units, degree, threshold = self._units, self._graph.degree, self._graph.threshold
-        sent = SealedShares(_fill(self._graph.neighbours(position), SEALED_BYTES), bytes(KEY_BYTES))
+        sent = messages.SealedShares(
+            _fill(self._graph.neighbours(position), messages.SEALED_BYTES), bytes(messages.KEY_BYTES)
+        )
         cpu_s = self._graph.size * units.verify_s + degree * (units.exchange_s + units.seal_s)
         cpu_s += 2 * (degree + 1) * threshold * units.share_s
         return StepCost(self._roster_bytes + _position_bytes(position), len(sent.to_bytes()), cpu_s)
@@ -108,30 +95,30 @@ class GroupCosts:
         """Return the cost of an update that is encoded and masked; `senders` have sent shares."""
         units = self._units
         peers = [each for each in self._graph.neighbours(position) if each in senders]
-        held = HeldShares(_fill(peers, SEALED_BYTES))
+        held = messages.HeldShares(_fill(peers, messages.SEALED_BYTES))
         entry_s = units.encode_entry_s + (len(peers) + 1) * units.mask_entry_s
         if self._setup.encoding.noise is not None:
             entry_s += units.noise_entry_s
         cpu_s = len(peers) * (2 * units.exchange_s + units.seal_s) + self._length * entry_s
         return StepCost(len(held.to_bytes()), encoding.file_bytes(self._setup), cpu_s)
 
-    def confirm(self, survivors: Survivors) -> StepCost:
+    def confirm(self, survivors: messages.Survivors) -> StepCost:
         """Return the cost of a signature of the survivors."""
         return StepCost(len(survivors.to_bytes()), CONFIRMATION_BYTES, self._units.sign_s)
 
-    def answer(self, position: int, survivors: Survivors, confirmed: frozenset[int]) -> StepCost:
+    def answer(self, position: int, survivors: messages.Survivors, confirmed: frozenset[int]) -> StepCost:
         """Return the cost of an answer, and of the confirmations that come before it."""
-        request = UnmaskRequest(survivors, _fill(sorted(confirmed), SIGNATURE_BYTES))
+        request = messages.UnmaskRequest(survivors, _fill(sorted(confirmed), messages.SIGNATURE_BYTES))
         holders = self._graph.holders(position)
         alive, dropped = frozenset(survivors.survivors), frozenset(survivors.dropped)
-        answer = UnmaskAnswer(
-            _fill([each for each in holders if each in alive], SHARE_BYTES),
-            _fill([each for each in holders if each in dropped], SHARE_BYTES),
+        answer = messages.UnmaskAnswer(
+            _fill([each for each in holders if each in alive], messages.SHARE_BYTES),
+            _fill([each for each in holders if each in dropped], messages.SHARE_BYTES),
         )
         cpu_s = len(confirmed.intersection(holders)) * self._units.verify_s
         return StepCost(len(request.to_bytes()), len(answer.to_bytes()), cpu_s)
 
-    def server_s(self, survivors: Survivors, num_confirmed: int = 0) -> float:
+    def server_s(self, survivors: messages.Survivors, num_confirmed: int = 0) -> float:
         """Return the seconds of the server for a group's sum: to add the updates, and to remove the masks.
 
         It recovers the mask of each survivor, and those that each drop-out shares with its surviving neighbours.

@@ -17,10 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from fedplat.rounds import Assignment, AssignmentId, Attempt
+from fedplat.rounds import Assignment, AssignmentId, Attempt, records, states
 from fedplat.rounds.protocols.secure_phases import find_survivors, list_groups, messages_of
-from fedplat.rounds.records import SecureMessages
-from fedplat.rounds.states import AttemptPhase
 from fedplat.secure_aggregation.graph import Graph
 from fedplat.secure_aggregation.messages import (
     SIGNATURE_BYTES,
@@ -45,7 +43,7 @@ class MaskedGroup:
     assignments: tuple[Assignment, ...]
 
     @cached_property
-    def parts(self) -> tuple[SecureMessages, ...]:
+    def parts(self) -> tuple[records.SecureMessages, ...]:
         """The messages of all members."""
         return tuple(messages_of(each) for each in self.assignments)
 
@@ -92,9 +90,9 @@ def read_groups(options: SecureAggregation, attempt: Attempt) -> list[MaskedGrou
 Masked = npt.NDArray[np.uint32]
 
 
-def stand_in(client: int, phase: AttemptPhase) -> bytes:
+def stand_in(client: int, phase: states.AttemptPhase) -> bytes:
     """Return a message that takes the place of one that is not computed: the coordinator reads only the keys."""
-    if phase is not AttemptPhase.ADVERTISING:
+    if phase is not states.AttemptPhase.ADVERTISING:
         return b"\0"
     encryption_key, masking_key = (hashlib.sha256(f"{client} {each}".encode()).digest() for each in range(2))
     return KeyAdvertisement(encryption_key, masking_key, bytes(SIGNATURE_BYTES)).to_bytes()
@@ -137,11 +135,11 @@ class ModelledProtocol(SecureProtocol):
 
     @override
     def advertise(self, assignment: AssignmentId, setup: Setup, random: Callable[[int], bytes]) -> bytes:
-        return stand_in(int(assignment.client_id), AttemptPhase.ADVERTISING)
+        return stand_in(int(assignment.client_id), states.AttemptPhase.ADVERTISING)
 
     @override
     def share(self, assignment: AssignmentId, group: MaskedGroup, position: int) -> bytes:
-        return stand_in(int(assignment.client_id), AttemptPhase.SHARING)
+        return stand_in(int(assignment.client_id), states.AttemptPhase.SHARING)
 
     @override
     def mask(self, assignment: AssignmentId, group: MaskedGroup, position: int, vector: Masked) -> None:
@@ -149,11 +147,11 @@ class ModelledProtocol(SecureProtocol):
 
     @override
     def confirm(self, assignment: AssignmentId, group: MaskedGroup) -> bytes:
-        return stand_in(int(assignment.client_id), AttemptPhase.CONFIRMING)
+        return stand_in(int(assignment.client_id), states.AttemptPhase.CONFIRMING)
 
     @override
     def answer(self, assignment: AssignmentId, group: MaskedGroup) -> bytes:
-        return stand_in(int(assignment.client_id), AttemptPhase.UNMASKING)
+        return stand_in(int(assignment.client_id), states.AttemptPhase.UNMASKING)
 
     @override
     def remove_masks(self, setup: Setup, group: MaskedGroup, total: Masked) -> None:

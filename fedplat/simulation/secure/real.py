@@ -11,8 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from typing_extensions import override
 
 from fedplat.rounds import AssignmentId
-from fedplat.secure_aggregation import unmasking
-from fedplat.secure_aggregation.messages import KeyAdvertisement, Member
+from fedplat.secure_aggregation import messages, unmasking
 from fedplat.secure_aggregation.participant import Participant, ParticipantLimits
 from fedplat.secure_aggregation.setup import Setup
 from fedplat.simulation.secure.groups import Masked, MaskedGroup, SecureProtocol
@@ -25,7 +24,7 @@ class RealProtocol(SecureProtocol):
         self._seed = seed
         self._enrolled: dict[str, Ed25519PrivateKey] = {}
         self._participants: dict[AssignmentId, Participant] = {}
-        self._rosters: WeakKeyDictionary[MaskedGroup, tuple[Member, ...]] = WeakKeyDictionary()
+        self._rosters: WeakKeyDictionary[MaskedGroup, tuple[messages.Member, ...]] = WeakKeyDictionary()
 
     @override
     def advertise(self, assignment: AssignmentId, setup: Setup, random: Callable[[int], bytes]) -> bytes:
@@ -64,14 +63,14 @@ class RealProtocol(SecureProtocol):
     def forget(self, assignment: AssignmentId) -> None:
         self._participants.pop(assignment, None)
 
-    def _members(self, group: MaskedGroup) -> tuple[Member, ...]:
+    def _members(self, group: MaskedGroup) -> tuple[messages.Member, ...]:
         members = self._rosters.get(group)
         if members is None:
             members = self._rosters[group] = tuple(
-                Member(
+                messages.Member(
                     each.client_id,
                     self._enrolled_key(each.client_id).public_key().public_bytes_raw(),
-                    KeyAdvertisement.from_bytes(part.keys),
+                    messages.KeyAdvertisement.from_bytes(part.keys),
                 )
                 for each, part in zip(group.assignments, group.parts, strict=True)
             )

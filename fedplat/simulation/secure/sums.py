@@ -13,11 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
-from fedplat.aggregate import Accumulator, Contribution
-from fedplat.errors import SecureAggregationError
+from fedplat import aggregate, errors, model, wire
 from fedplat.job import JobSpec
 from fedplat.job.secure import build_setup, mean_update, require_secure
-from fedplat.model import Parameters
 from fedplat.model.values import VectorValues
 from fedplat.rounds import AssignmentId, Attempt, AttemptKey, JobState
 from fedplat.rounds.events import UpdateRejected, UpdateReported
@@ -32,7 +30,6 @@ from fedplat.simulation.engines.interface import LocalUpdate
 from fedplat.simulation.secure import costs
 from fedplat.simulation.secure.costs import GroupCosts, StepCost
 from fedplat.simulation.secure.groups import Masked, MaskedGroup, SecureProtocol, read_groups
-from fedplat.wire import INLINE_BYTES
 
 _SECRETS, _ROUNDING = 11, 12
 
@@ -88,7 +85,7 @@ class MaskedUpdates:
         update, num_examples, metrics = trained.update.to_vector(), trained.num_examples, trained.metrics
         try:
             vector = encoding.encode(setup.encoding, update, num_examples, metrics, random)
-        except SecureAggregationError as exc:
+        except errors.SecureAggregationError as exc:
             return UpdateRejected(task.key, task.client_id, Reason.REJECTED_NONFINITE, str(exc))
         np.bitwise_and(vector, np.uint32(2**setup.encoding.modulus - 1), out=vector)
         number, position = self._places[task.client_id]
@@ -107,11 +104,11 @@ class MaskedUpdates:
         else:
             sums[number] = vector
 
-    def fold_mean(self, accumulator: Accumulator, job: JobState, base: Parameters) -> Decoded:
+    def fold_mean(self, accumulator: aggregate.Accumulator, job: JobState, base: model.Parameters) -> Decoded:
         """Give the mean of the updates to the job's rule as the only one of an attempt; returns their sum."""
         assert job.attempt is not None
         decoded = self.decode(job.attempt)
-        accumulator.fold(VectorValues(base, mean_update(self._spec, decoded)), Contribution(1.0))
+        accumulator.fold(VectorValues(base, mean_update(self._spec, decoded)), aggregate.Contribution(1.0))
         return decoded
 
     def decode(self, attempt: Attempt) -> Decoded:
@@ -206,7 +203,7 @@ class StepPlanner:
         latency_s = float(fleet.latency_s[client])
         computed_at = now + latency_s + cost.bytes_down / float(fleet.download[client]) + cost.cpu_s
         at = computed_at + latency_s + cost.bytes_up / float(fleet.upload[client])
-        uploads = phase is AttemptPhase.COLLECTING and cost.bytes_up > INLINE_BYTES
+        uploads = phase is AttemptPhase.COLLECTING and cost.bytes_up > wire.INLINE_BYTES
         gone_at = np.inf
         if fleet.options.drops_out and self._draw(task, phase, 0) < fleet.options.drops_out:
             gone_at = now + (at - now) * self._draw(task, phase, 1)

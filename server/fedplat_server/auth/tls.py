@@ -126,18 +126,15 @@ class Certificates:
             try:
                 loaded = load(self._files, self._clock())
             except ConfigError as exc:
-                self._report(stamp, exc)
+                # Files that are replaced one after the other briefly do not match: it is an error if that persists.
+                if stamp == self._suspect and stamp != self._reported:
+                    self._reported = stamp
+                    logs.get().error("cannot load the changed certificates; keeping the old ones", error=str(exc))
+                self._suspect = stamp
                 return False
             self.loaded, self._stamp = loaded, stamp
         logs.get().info("loaded new certificates", expires=loaded.expires.isoformat())
         return True
-
-    def _report(self, stamp: _Stamp, exc: ConfigError) -> None:
-        # Files that are replaced one after the other briefly do not match: it is an error if that persists.
-        if stamp == self._suspect and stamp != self._reported:
-            self._reported = stamp
-            logs.get().error("cannot load the changed certificates; keeping the old ones", error=str(exc))
-        self._suspect = stamp
 
     def check_files(self) -> None:
         """Load changed files, and warn if the certificate expires soon."""

@@ -68,7 +68,11 @@ def _read_database(context: typer.Context, parameter: typer.CallbackParam, value
         source = context.get_parameter_source(parameter.name or "")
         has_password = value is not None and "://" in value and engine.async_url(value).password
         if has_password and source is not None and source.name == "COMMANDLINE":
-            _warn_of_password()
+            print(
+                "fedplat-server: warning: --database has a password, which all users of this host can see in the list "
+                "of processes; set FEDPLAT_DATABASE, or write the URL into a private file and use --database @FILE",
+                file=sys.stderr,
+            )
             _note_given(context, "--database", "@FILE")
         elif value is not None and not has_password:
             _note_given(context, "--database", value)
@@ -83,14 +87,6 @@ def _read_database(context: typer.Context, parameter: typer.CallbackParam, value
     if not url or "\n" in url:
         raise ConfigError(f"--database @{path}: the file holds no database URL; expected one line, a URL")
     return url
-
-
-def _warn_of_password() -> None:
-    print(
-        "fedplat-server: warning: --database has a password, which all users of this host can see in the list of "
-        "processes; set FEDPLAT_DATABASE, or write the URL into a private file and use --database @FILE",
-        file=sys.stderr,
-    )
 
 
 DataDir = Annotated[

@@ -166,7 +166,7 @@ class AlertMonitor:
         self._seen.update(self._find_alerts(disk), time.time())
         return self._seen.current
 
-    def restore_alerts(self, raised: Iterable[tuple[Alert, float]]) -> None:
+    def restore_alerts(self, raised: Iterable[tuple[alerts.Alert, float]]) -> None:
         """Continue with alerts that were raised before a restart, each with the time since which it lasts."""
         self._seen.load(raised)
 
@@ -272,13 +272,10 @@ class AlertMonitor:
             await asyncio.sleep(EPSILON_INTERVAL_S)
             with contextlib.suppress(LeadershipLostError):
                 try:
-                    if self._has_private_jobs():
+                    if any(disclosure_of(job.spec).is_charged for job in self._coordinator.jobs.values()):
                         await self.update_epsilons(store)
                 except StoreError as exc:
                     logs.get().warning("the spent privacy budgets could not be read", error=str(exc))
-
-    def _has_private_jobs(self) -> bool:
-        return any(disclosure_of(job.spec).is_charged for job in self._coordinator.jobs.values())
 
 
 def _is_round(record: AttemptRecord) -> bool:
@@ -349,6 +346,6 @@ class AlertRecorder:
                 logs.get().warning("changed alerts could not be stored", error=str(exc))
 
 
-def _restore(event: EventRow) -> Alert:
+def _restore(event: EventRow) -> alerts.Alert:
     # Only its identity and its text matter: the next evaluation makes it anew, or ends it.
-    return Alert(event.subject, Severity.WARNING, event.text, "", event.job_id, event.population)
+    return alerts.Alert(event.subject, alerts.Severity.WARNING, event.text, "", event.job_id, event.population)

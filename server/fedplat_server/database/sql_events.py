@@ -112,7 +112,11 @@ class EventStore:
         oldest = select(events.c.sequence, events.c.unix_s).order_by(events.c.sequence).limit(limit)
 
         def transaction(connection: Connection) -> int:
-            kept_from = _find_first_needed(connection)
+            # the first event that a webhook needs, or that its cursor has not reached; None: no event
+            pending = connection.execute(select(func.min(deliveries.c.event_sequence)).where(STILL_PENDING)).scalar()
+            cursor = connection.execute(select(func.min(webhooks.c.cursor))).scalar()
+            needed = [number for number in (pending, None if cursor is None else cursor + 1) if number is not None]
+            kept_from = min(needed, default=None)
             old = itertools.takewhile(
                 lambda row: row.unix_s < before_unix_s and (kept_from is None or row.sequence < kept_from),
                 connection.execute(oldest).all(),
@@ -125,11 +129,3 @@ class EventStore:
             return len(numbers)
 
         return await self._database.write(transaction)
-
-
-def _find_first_needed(connection: Connection) -> int | None:
-    """Return the number of the first event that a webhook needs, or that its cursor has not reached; None: no event."""
-    pending = connection.execute(select(func.min(deliveries.c.event_sequence)).where(STILL_PENDING)).scalar()
-    cursor = connection.execute(select(func.min(webhooks.c.cursor))).scalar()
-    needed = [number for number in (pending, None if cursor is None else cursor + 1) if number is not None]
-    return min(needed, default=None)

@@ -134,7 +134,15 @@ class WebhookStore:
             page = connection.execute(query.order_by(events.c.sequence).limit(limit)).all()
             assert page, "an event that a webhook needs was removed"
             values = [
-                _new_delivery(webhook.webhook_id, event.sequence, now)
+                {
+                    "event_sequence": event.sequence,
+                    "webhook_id": webhook.webhook_id,
+                    "state": DeliveryState.PENDING,
+                    "num_attempts": 0,
+                    "result": "",
+                    "last_unix_s": None,
+                    "next_unix_s": now,
+                }
                 for webhook in found
                 for event in page
                 if event.sequence > webhook.cursor and (not webhook.types or event.type in webhook.types)

@@ -156,7 +156,10 @@ async def _make_coordination(mandate: Mandate) -> Coordination:
     coordinator = Coordinator(max_waiting=config.limits.max_waiting)
     runner = Runner(coordinator, store, loop, store_retry_s=mandate.store_retry_s)
     jobs = JobRegistry(runner)
-    await _load_jobs(store, jobs, runner.now)
+    creators = await list_creators(store.audit)
+    for record in await store.jobs.load_jobs(runner.now):
+        participations = await recall_participations(store.jobs, record.state)
+        jobs.add(record, participations, creator=creators.get(record.state.job_id, ""))
     return Coordination(
         runner=runner,
         jobs=jobs,
@@ -306,13 +309,6 @@ def _make_alerts(
     if health is not None:
         alerts.watch_store(health)
     return alerts
-
-
-async def _load_jobs(store: Store, jobs: JobRegistry, now: float) -> None:
-    creators = await list_creators(store.audit)
-    for record in await store.jobs.load_jobs(now):
-        participations = await recall_participations(store.jobs, record.state)
-        jobs.add(record, participations, creator=creators.get(record.state.job_id, ""))
 
 
 async def _open_blobs(config: ServerConfig, store: Store, instruments: Instruments) -> BlobStore:

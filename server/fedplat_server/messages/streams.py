@@ -149,14 +149,9 @@ async def store_model(blobs: BlobStore, parts: AsyncIterator[durable.Bytes], lim
         try:
             return await asyncio.to_thread(_put_canonical, blobs, Path(file.name))
         except ModelError as exc:
-            raise RefusedError(Code.INVALID_MODEL, _hide_path(exc, Path(file.name))) from exc
+            raise RefusedError(Code.INVALID_MODEL, str(exc).replace(str(Path(file.name)), "the file")) from exc
 
 
 def _put_canonical(blobs: BlobStore, path: Path) -> Blob:
     parameters = Parameters.open(path)
     return blobs.put_chunks([parameters.schema.header, parameters.buffer.data])
-
-
-def _hide_path(error: ModelError, path: Path) -> str:
-    """Return the text of an error without the server's path of the file."""
-    return str(error).replace(str(path), "the file")

@@ -23,17 +23,7 @@ from fedplat import wire
 from fedplat.secure_aggregation import messages
 from fedplat.secure_aggregation.options import MAX_GROUP
 from fedplat.wire import auth
-from fedplat_server import logs
-from fedplat_server.errors import (
-    BlobFullError,
-    BlobUnavailableError,
-    BudgetUnknownError,
-    Code,
-    LeadershipLostError,
-    RefusedError,
-    StoreFullError,
-    StoreUnavailableError,
-)
+from fedplat_server import errors, logs
 from fedplat_server.instruments import Instruments, method_label
 from fedplat_server.rpc import handlers
 from fedplat_server.rpc.handlers import Behavior, Context, Handler
@@ -136,7 +126,7 @@ class _Received:
 
     message: Any
     data: bytes
-    refused: RefusedError | None = None
+    refused: errors.RefusedError | None = None
 
     def unwrap(self) -> Any:
         if self.refused is not None:
@@ -148,14 +138,14 @@ def _decoder(decode: Callable[[bytes], Any] | None, limit_bytes: int) -> Callabl
     def decode_or_mark(data: bytes) -> _Received:
         if len(data) > limit_bytes:
             text = f"the message has {len(data)} bytes; expected at most {limit_bytes} for this method"
-            return _Received(None, b"", RefusedError(Code.TOO_LARGE, text))
+            return _Received(None, b"", errors.RefusedError(errors.Code.TOO_LARGE, text))
         if decode is None:  # a gateway forwards bytes
             return _Received(data, b"")
         try:
             return _Received(decode(data), data)
         except DecodeError:
             text = "its bytes are not a message of this protocol"
-            return _Received(None, b"", RefusedError(Code.INVALID_REQUEST, text))
+            return _Received(None, b"", errors.RefusedError(errors.Code.INVALID_REQUEST, text))
 
     return decode_or_mark
 
@@ -253,22 +243,22 @@ _NO_SPAN = contextlib.nullcontext()
 async def _translate_errors(context: Context, method: str) -> AsyncGenerator[None]:
     try:
         yield
-    except RefusedError as exc:
+    except errors.RefusedError as exc:
         await _abort(context, exc)
-    except (BlobFullError, StoreFullError):
-        await _abort(context, RefusedError(Code.STORAGE_FULL))
-    except LeadershipLostError:
-        await _abort(context, RefusedError(Code.NO_LEADER))
-    except BudgetUnknownError as exc:
-        await _abort(context, RefusedError(Code.OVER_BUDGET, str(exc)))
-    except (StoreUnavailableError, BlobUnavailableError):
-        await _abort(context, RefusedError(Code.STORE_UNAVAILABLE))
+    except (errors.BlobFullError, errors.StoreFullError):
+        await _abort(context, errors.RefusedError(errors.Code.STORAGE_FULL))
+    except errors.LeadershipLostError:
+        await _abort(context, errors.RefusedError(errors.Code.NO_LEADER))
+    except errors.BudgetUnknownError as exc:
+        await _abort(context, errors.RefusedError(errors.Code.OVER_BUDGET, str(exc)))
+    except (errors.StoreUnavailableError, errors.BlobUnavailableError):
+        await _abort(context, errors.RefusedError(errors.Code.STORE_UNAVAILABLE))
     except aio.AbortError:
         raise
     except Exception:  # the RPC boundary: log the traceback, and do not send it to the caller
         number = secrets.token_hex(4)
         logs.get().exception("a call failed", method=method, number=number)
-        await _abort(context, RefusedError(Code.INTERNAL, number))
+        await _abort(context, errors.RefusedError(errors.Code.INTERNAL, number))
 
 
 async def _abort(context: Context, refused: RefusedError) -> None:

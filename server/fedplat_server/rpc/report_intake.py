@@ -20,19 +20,10 @@ from fedplat.rounds.events import AggregationFailed, AssignmentFailed, UpdateRej
 from fedplat.rounds.protocols.base import protocol_of
 from fedplat.rounds.states import Reason
 from fedplat.wire.v1 import fleet_pb2
-from fedplat_server import logs
+from fedplat_server import errors, logs
 from fedplat_server.auth.rate_limits import Quotas
 from fedplat_server.config import Limits
 from fedplat_server.coordination.runner import Runner
-from fedplat_server.errors import (
-    BlobError,
-    BlobFullError,
-    BlobUnavailableError,
-    Code,
-    RefusedError,
-    SpoolError,
-    UploadError,
-)
 from fedplat_server.messages import memory, streams, validation
 from fedplat_server.messages.memory import UploadMemory
 from fedplat_server.protocols.half import ServerHalf, Validate
@@ -72,11 +63,11 @@ class ReportIntake:
         refusal = self._half_of(assignment).judge(self.finder.job_of(assignment), assignment)
         if not refusal.accepted:
             await self._reject(assignment, refusal)
-            raise RefusedError(Code.STALE_ASSIGNMENT, refusal.text)
+            raise errors.RefusedError(errors.Code.STALE_ASSIGNMENT, refusal.text)
         await self._check_size(assignment, header.size_bytes)
         started = await self.runner.submit(UploadStarted(*assignment.id))
         if not started.accepted:
-            raise RefusedError(Code.STALE_ASSIGNMENT, started.text or started.reason or "")
+            raise errors.RefusedError(errors.Code.STALE_ASSIGNMENT, started.text or started.reason or "")
         size_bytes = min(max(header.size_bytes - header.offset, 0), memory.UPLOAD_BYTES)
 
         async def contents() -> AsyncIterator[durable.Bytes]:
@@ -140,14 +131,16 @@ class ReportIntake:
                 return await self.spool.run_in_thread(
                     assignment.id, receive_update, self.spool, assignment.id, digest, request.update, validate
                 )
-        except (BlobFullError, BlobUnavailableError):
+        except (errors.BlobFullError, errors.BlobUnavailableError):
             # It is sent again because of the server: an outage must not exhaust the client's quota.
             self.quotas.refund(assignment.client_id, assignment.key, len(request.update))
             raise
-        except SpoolError as exc:
+        except errors.SpoolError as exc:
             await self._abandon(assignment, f"the spool cannot be trusted: {exc}")
-            raise RefusedError(Code.UPLOAD_INCOMPLETE, "the server's disk failed; the assignment is over") from exc
-        except RefusedError:
+            raise errors.RefusedError(
+                errors.Code.UPLOAD_INCOMPLETE, "the server's disk failed; the assignment is over"
+            ) from exc
+        except errors.RefusedError:
             if self._is_busy(assignment):
                 raise
             return None
@@ -167,14 +160,14 @@ class ReportIntake:
             return await self._half_of(assignment).size_limit(job, assignment)
         except (PluginError, UserCodeError) as exc:  # of a plugin, which may fail at any call
             verdict = await self._reject(assignment, Verdict(Reason.REJECTED_SCHEMA, str(exc)))
-            raise RefusedError(Code.STALE_ASSIGNMENT, verdict.text) from exc
+            raise errors.RefusedError(errors.Code.STALE_ASSIGNMENT, verdict.text) from exc
 
     async def _check_size(self, assignment: Assignment, size_bytes: int) -> None:
         limit = await self._size_limit(assignment)
         if size_bytes > limit:
             text = f"the update has {size_bytes} bytes; at most {limit} are accepted for this model"
             await self._reject(assignment, Verdict(Reason.REJECTED_SCHEMA, text))
-            raise RefusedError(Code.TOO_LARGE, text)
+            raise errors.RefusedError(errors.Code.TOO_LARGE, text)
 
     async def _count_bytes(self, assignment: Assignment, num_bytes: int) -> None:
         """Count the bytes that a client sends for an attempt, including repetitions; beyond the quota, end it."""
@@ -221,26 +214,28 @@ def receive_update(
             return Verdict(Reason.REJECTED_DIGEST)
         try:
             _write(spool, key, digest, update)
-        except UploadError as exc:  # a duplicate report, or a broken upload, is still writing
-            raise RefusedError(Code.UPLOAD_INCOMPLETE, f"{exc}; report again") from exc
+        except errors.UploadError as exc:  # a duplicate report, or a broken upload, is still writing
+            raise errors.RefusedError(errors.Code.UPLOAD_INCOMPLETE, f"{exc}; report again") from exc
     path = spool.complete(key, digest)
     if path is None:
-        raise RefusedError(Code.UPLOAD_INCOMPLETE, "call QueryUpload for the offset to resume from")
+        raise errors.RefusedError(errors.Code.UPLOAD_INCOMPLETE, "call QueryUpload for the offset to resume from")
     try:
         norm = validate(path)
     except FileNotFoundError as exc:  # just deleted, because the assignment has ended
-        raise RefusedError(Code.UPLOAD_INCOMPLETE, "the assignment has ended") from exc
+        raise errors.RefusedError(errors.Code.UPLOAD_INCOMPLETE, "the assignment has ended") from exc
     if isinstance(norm, Verdict):
         return norm
     try:
         return ReceivedUpdate(spool.persist(key, digest), norm)
-    except UploadError as exc:
-        raise RefusedError(Code.UPLOAD_INCOMPLETE, str(exc)) from exc
-    except (BlobFullError, BlobUnavailableError, SpoolError):
+    except errors.UploadError as exc:
+        raise errors.RefusedError(errors.Code.UPLOAD_INCOMPLETE, str(exc)) from exc
+    except (errors.BlobFullError, errors.BlobUnavailableError, errors.SpoolError):
         raise
-    except BlobError as exc:
+    except errors.BlobError as exc:
         logs.get().error("an update could not be made durable", **logs.assignment_fields(key), error=str(exc))
-        raise RefusedError(Code.UPLOAD_INCOMPLETE, "the server could not store it; send it again") from exc
+        raise errors.RefusedError(
+            errors.Code.UPLOAD_INCOMPLETE, "the server could not store it; send it again"
+        ) from exc
 
 
 def _write(spool: Spool, key: AssignmentId, digest: str, update: bytes) -> None:

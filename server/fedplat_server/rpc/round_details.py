@@ -17,13 +17,7 @@ from fedplat.rounds.states import REASON_TEXTS, AssignmentState, AttemptPhase
 from fedplat.texts import shorten
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server.coordination.progress import ProgressTracker
-from fedplat_server.database.sql_assignments import (
-    AssignmentFilter,
-    AssignmentPlace,
-    AssignmentRecord,
-    LabelledCount,
-    OutcomeCount,
-)
+from fedplat_server.database import sql_assignments
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import convert, validation
 from fedplat_server.rpc import pages
@@ -44,7 +38,7 @@ _STATES = {state.value: state for state in AssignmentState}
 _REPORTED = frozenset({AssignmentState.REPORTED, AssignmentState.MERGED})
 
 
-def reasons(outcomes: Iterable[OutcomeCount]) -> list[admin_pb2.ReasonCount]:
+def reasons(outcomes: Iterable[sql_assignments.OutcomeCount]) -> list[admin_pb2.ReasonCount]:
     """Encode how assignments ended, with a description of each reason."""
     return [
         convert.encode(
@@ -54,7 +48,7 @@ def reasons(outcomes: Iterable[OutcomeCount]) -> list[admin_pb2.ReasonCount]:
     ]
 
 
-def labels(found: Iterable[LabelledCount], *, is_private: bool) -> list[admin_pb2.LabelCount]:
+def labels(found: Iterable[sql_assignments.LabelledCount], *, is_private: bool) -> list[admin_pb2.LabelCount]:
     """Return the outcomes by label, sorted by name, the most frequent value first."""
     assigned, reported, merged = (Counter[tuple[str, str]]() for _ in range(3))
     for group in found:
@@ -74,7 +68,9 @@ def labels(found: Iterable[LabelledCount], *, is_private: bool) -> list[admin_pb
     ]
 
 
-def assignment(record: AssignmentRecord, spec: JobSpec, progress: float | None) -> admin_pb2.AssignmentDetails:
+def assignment(
+    record: sql_assignments.AssignmentRecord, spec: JobSpec, progress: float | None
+) -> admin_pb2.AssignmentDetails:
     """Encode an assignment; in a private job without the claims of the client."""
     mine = record.assignment
     into, is_reported = mine.folded_into, mine.took_s is not None
@@ -109,7 +105,7 @@ def assignment(record: AssignmentRecord, spec: JobSpec, progress: float | None) 
     return message
 
 
-def parse_filter(request: admin_pb2.ListAssignmentsRequest, jobs: JobRegistry) -> AssignmentFilter:
+def parse_filter(request: admin_pb2.ListAssignmentsRequest, jobs: JobRegistry) -> sql_assignments.AssignmentFilter:
     """Return the filter of a request. Raises `RefusedError` if it is not valid."""
     if not (request.job or request.client_id):
         raise RefusedError(Code.INVALID_REQUEST, "expected a job, a client_id, or both")
@@ -119,7 +115,7 @@ def parse_filter(request: admin_pb2.ListAssignmentsRequest, jobs: JobRegistry) -
     if unknown:
         text = f"the state {unknown[0][:80]!r} is unknown; expected {', '.join(AssignmentState)}"
         raise RefusedError(Code.INVALID_REQUEST, text)
-    return AssignmentFilter(
+    return sql_assignments.AssignmentFilter(
         job_id=jobs.find(request.job).state.job_id if request.job else "",
         round=validation.number(request.round, "round") or None,
         number=validation.number(request.attempt, "attempt") or None,
@@ -128,16 +124,16 @@ def parse_filter(request: admin_pb2.ListAssignmentsRequest, jobs: JobRegistry) -
     )
 
 
-def parse_place(token: str) -> AssignmentPlace | None:
+def parse_place(token: str) -> sql_assignments.AssignmentPlace | None:
     """Return the position in a page token; None for the first page. Raises `RefusedError` if it is invalid."""
     match = _PLACE.fullmatch(pages.token(token, _PLACE))
     if match is None:
         return None
     unix_s, job_id, round_, number, client_id = match.groups()
-    return AssignmentPlace(float(unix_s), job_id, int(round_), int(number), client_id)
+    return sql_assignments.AssignmentPlace(float(unix_s), job_id, int(round_), int(number), client_id)
 
 
-def format_place(place: AssignmentPlace) -> str:
+def format_place(place: sql_assignments.AssignmentPlace) -> str:
     """Return a position as a page token."""
     return f"{place.assigned_unix_s!r}/{place.job_id}/{place.round}.{place.number}/{place.client_id}"
 

@@ -28,16 +28,7 @@ from fedplat.privacy import noise
 from fedplat_server import crash_points, logs
 from fedplat_server.errors import BlobError, BlobUnavailableError
 from fedplat_server.instruments import Instruments
-from fedplat_server.storage import files, ownership
-from fedplat_server.storage.blob_folder import (
-    BlobBackend,
-    Orphans,
-    StoredDigests,
-    UnsettledBlobs,
-    erase,
-    path_of,
-    temporary,
-)
+from fedplat_server.storage import blob_folder, files, ownership
 from fedplat_server.storage.blobs import create_hashed
 from fedplat_server.storage.object_store import ObjectStore, Stored
 from fedplat_server.storage.ownership import Contents, Owner
@@ -48,7 +39,7 @@ FOLDER = "blobs"
 ASIDE = f"{files.SET_ASIDE_FOLDER}/{FOLDER}"
 
 
-class BlobObjects(BlobBackend):
+class BlobObjects(blob_folder.BlobBackend):
     """The blobs in an object store, and the cache of their local copies."""
 
     needs_sync = False
@@ -98,7 +89,7 @@ class BlobObjects(BlobBackend):
         return {digest: stored.size_bytes for digest, stored in list_objects(self.objects)}
 
     @override
-    def move_in(self, source: Path, digest: str, unsettled: UnsettledBlobs) -> None:
+    def move_in(self, source: Path, digest: str, unsettled: blob_folder.UnsettledBlobs) -> None:
         unsettled.add(digest)
         unsettled.wait_until_removed(digest)
         self._written[digest] = time.monotonic()
@@ -114,7 +105,7 @@ class BlobObjects(BlobBackend):
             self.objects.delete([name_of(digest)])
 
     @override
-    def remove_orphans(self, stored: StoredDigests) -> Orphans:
+    def remove_orphans(self, stored: blob_folder.StoredDigests) -> blob_folder.Orphans:
         until: float | None = None
         removed = num_aside = 0
         for digest, found in list(list_objects(self.objects)):
@@ -128,7 +119,7 @@ class BlobObjects(BlobBackend):
                 removed += 1
             elif self._set_aside(digest):
                 num_aside += 1
-        return Orphans(removed, num_aside)
+        return blob_folder.Orphans(removed, num_aside)
 
     @override
     def take_back(self, digest: str) -> bool:
@@ -159,7 +150,12 @@ class BlobObjects(BlobBackend):
 
     @override
     def sweep(
-        self, digests: Collection[str], older_than_s: float, unsettled: UnsettledBlobs, *, aside: bool = False
+        self,
+        digests: Collection[str],
+        older_than_s: float,
+        unsettled: blob_folder.UnsettledBlobs,
+        *,
+        aside: bool = False,
     ) -> int:
         # Most are too young, since retention looks at them as soon as the next version is there: do not ask for these.
         until_s = time.monotonic() - MIN_AGE_S
@@ -191,7 +187,7 @@ class BlobObjects(BlobBackend):
 
 def name_of(digest: str) -> str:
     """Return the name of a blob's object. Raises `BlobError` if `digest` is not a digest."""
-    return str(path_of(Path(FOLDER), digest))
+    return str(blob_folder.path_of(Path(FOLDER), digest))
 
 
 def _aside_name(digest: str) -> str:
@@ -235,7 +231,7 @@ class BlobCache:
             folder.mkdir(parents=True, exist_ok=True)
             found: list[tuple[os.stat_result, str]] = []
             for path in files.list_files(folder):
-                if path == self._find(path.name):
+                if path == (self.path(path.name) if files.is_digest(path.name) else None):
                     with contextlib.suppress(FileNotFoundError):  # another daemon of this host may use the folder
                         found.append((path.stat(), path.name))
         for status, digest in sorted(found, key=lambda one: one[0].st_mtime):
@@ -244,7 +240,7 @@ class BlobCache:
 
     def path(self, digest: str) -> Path:
         """Return the path of a copy, whether or not it is there."""
-        return path_of(self.folder, digest)
+        return blob_folder.path_of(self.folder, digest)
 
     def has(self, digest: str) -> bool:
         """Return whether `get` would return at once."""
@@ -263,7 +259,10 @@ class BlobCache:
                     self._fetch(digest, path, read)
             with self._lock:
                 self._fetches.pop(digest, None)
-        self._note_use(digest)
+        with self._lock:
+            if (copy := self._copies.get(digest)) is not None:
+                copy.used_at = self._clock()
+                self._copies.move_to_end(digest)
         return path
 
     def put(self, source: Path, digest: str) -> None:
@@ -282,7 +281,7 @@ class BlobCache:
         with self._lock:
             self._copies.pop(digest, None)
         with files.translate_os_errors(f"removing the copy of the blob {digest}"):
-            erase(self.path(digest))
+            blob_folder.erase(self.path(digest))
 
     @contextlib.contextmanager
     def hold(self, digests: Iterable[str]) -> Generator[None]:
@@ -295,9 +294,6 @@ class BlobCache:
         finally:
             with self._lock:
                 self._held -= held
-
-    def _find(self, name: str) -> Path | None:
-        return self.path(name) if files.is_digest(name) else None
 
     def _verify(self, digest: str, path: Path) -> bool:
         """Hash a copy of an earlier process; return False if it is not there or was damaged."""
@@ -315,19 +311,13 @@ class BlobCache:
         return True
 
     def _fetch(self, digest: str, path: Path, read: Read) -> None:
-        with files.translate_os_errors(f"copying the blob {digest}"), temporary(self.folder) as draft:
+        with files.translate_os_errors(f"copying the blob {digest}"), blob_folder.temporary(self.folder) as draft:
             with create_hashed(draft) as writer:
                 for part in read(digest, self._limit_bytes):
                     writer.write(part)
             if writer.blob.digest != digest:
                 raise BlobError(f"the blob {digest} is damaged in the object store: its digest is {writer.blob.digest}")
             self.put(draft, digest)
-
-    def _note_use(self, digest: str) -> None:
-        with self._lock:
-            if (copy := self._copies.get(digest)) is not None:
-                copy.used_at = self._clock()
-                self._copies.move_to_end(digest)
 
     def _evict(self) -> None:
         """Remove the copies that were not used for the longest time. Open files stay readable: they are unlinked."""

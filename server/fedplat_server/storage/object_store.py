@@ -348,7 +348,10 @@ class StoreHealth:
         except BlobError as exc:
             self._note_failure(_DIGEST.sub(r"\1...", str(exc)))
             raise
-        self._note_success()
+        with self._lock:
+            before, self.problem = self.problem, None
+        if before is not None:
+            logs.get().info("the object store works again", store=self.url, failures=before.num_failures)
 
     def _note_failure(self, text: str) -> None:
         now = time.time()
@@ -358,9 +361,3 @@ class StoreHealth:
             self.problem = StoreProblem(text, first, since, now)
         if before is None:
             logs.get().error("the object store fails", store=self.url, error=text)
-
-    def _note_success(self) -> None:
-        with self._lock:
-            before, self.problem = self.problem, None
-        if before is not None:
-            logs.get().info("the object store works again", store=self.url, failures=before.num_failures)

@@ -46,7 +46,10 @@ class Tracing:
     def __init__(self, exporter: SpanExporter, *, schedule_delay_ms: float | None = None) -> None:
         """`schedule_delay_ms` is the interval in which spans of calls are sent; None: that of the SDK."""
         self._exporter = _LoggedExporter(exporter)
-        resource = _describe_service()
+        # The SDK's variables may name the service otherwise.
+        given = Resource.create({SERVICE_VERSION: __version__})
+        is_named = not str(given.attributes[SERVICE_NAME]).startswith("unknown_service")
+        resource = given if is_named else given.merge(Resource({SERVICE_NAME: "fedplat-server"}))
         self._calls = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._calls.add_span_processor(BatchSpanProcessor(self._exporter, schedule_delay_millis=schedule_delay_ms))
         self._call_tracer = self._calls.get_tracer(SCOPE, __version__)
@@ -162,13 +165,6 @@ def _end_call(span: trace.Span, status: str) -> None:
         assignment = AssignmentId(key, known["client"])
         span.add_link(span_context(key, ids.assignment_span_id(assignment)))
     span.end()
-
-
-def _describe_service() -> Resource:
-    """Return what all spans say of this process; the SDK's variables may name the service otherwise."""
-    given = Resource.create({SERVICE_VERSION: __version__})
-    is_named = not str(given.attributes[SERVICE_NAME]).startswith("unknown_service")
-    return given if is_named else given.merge(Resource({SERVICE_NAME: "fedplat-server"}))
 
 
 SCOPE = "fedplat_server"

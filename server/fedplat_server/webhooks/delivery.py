@@ -29,15 +29,6 @@ from fedplat_server.database.store import Store
 from fedplat_server.errors import LeadershipLostError, StoreError
 from fedplat_server.instruments import Instruments
 from fedplat_server.records import events
-from fedplat_server.records.events import (
-    DeliveryRecord,
-    DeliveryState,
-    EventRow,
-    EventType,
-    SendResult,
-    WebhookRecord,
-    WebhookTarget,
-)
 from fedplat_server.webhooks.addresses import Network, Resolve, Resolver, select_addresses
 
 POLL_S = 5.0
@@ -83,14 +74,16 @@ class DeliveryTask:
         self._changed.set()
         self._wake_workers()
 
-    async def test(self, webhook: WebhookRecord) -> DeliveryRecord:
+    async def test(self, webhook: events.WebhookRecord) -> events.DeliveryRecord:
         """Send an event of the type "webhook.test" once, and return the result. It is not stored."""
         now = self._clock()
-        event = EventRow(0, now, EventType.WEBHOOK_TEST, subject=webhook.webhook_id, text="a test of this webhook")
+        event = events.EventRow(
+            0, now, events.EventType.WEBHOOK_TEST, subject=webhook.webhook_id, text="a test of this webhook"
+        )
         message_id = f"{events.message_id(webhook.webhook_id, 0)}_{secrets.token_hex(6)}"
         result = await self.sender.send(webhook, event, message_id, now)
-        state = DeliveryState.DELIVERED if result.accepted else DeliveryState.FAILED
-        return DeliveryRecord(webhook.webhook_id, event, state, 1, result.text, self._clock())
+        state = events.DeliveryState.DELIVERED if result.accepted else events.DeliveryState.FAILED
+        return events.DeliveryRecord(webhook.webhook_id, event, state, 1, result.text, self._clock())
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -100,7 +93,8 @@ class DeliveryTask:
                 self._changed.clear()
                 try:
                     found = set(await self._store.webhooks.list_ids())
-                    await self._schedule(found)
+                    while found and await self._store.webhooks.schedule_deliveries():
+                        self._wake_workers()
                 except LeadershipLostError:
                     raise
                 except StoreError as exc:
@@ -116,10 +110,6 @@ class DeliveryTask:
                     workers[webhook_id] = group.create_task(work, name=f"webhook {webhook_id}")
                 # Without a webhook no round costs a query: only a new webhook, or the poll, ends the wait.
                 await self._wait(*([self._changed, appended] if found else [self._changed]))
-
-    async def _schedule(self, found: set[str]) -> None:
-        while found and await self._store.webhooks.schedule_deliveries():
-            self._wake_workers()
 
     def _wake_workers(self) -> None:
         for wake in self._wakes.values():
@@ -154,7 +144,7 @@ class DeliveryTask:
             result = await self.sender.send(webhook, delivery.event, message_id, self._clock())
         tried = events.after_attempt(delivery, result, self._clock(), self._rng.random())
         _log_attempt(webhook, tried, result)
-        is_last = tried.state is DeliveryState.FAILED
+        is_last = tried.state is events.DeliveryState.FAILED
         self._results.labels("delivered" if result.accepted else "abandoned" if is_last else "failed").inc()
         await self._store.webhooks.record_attempt(tried)
         return 0.0
@@ -174,7 +164,7 @@ class DeliveryTask:
         await asyncio.sleep(retries.BACKGROUND_RETRY_S)
 
 
-def _log_attempt(webhook: WebhookRecord, tried: DeliveryRecord, result: SendResult) -> None:
+def _log_attempt(webhook: events.WebhookRecord, tried: events.DeliveryRecord, result: events.SendResult) -> None:
     log = logs.get().debug if result.accepted else logs.get().warning
     log(
         "an event was delivered to a webhook" if result.accepted else "an event could not be delivered to a webhook",
@@ -235,7 +225,9 @@ class WebhookSender:
             except PermissionError as exc:
                 raise ValueError(str(exc)) from exc
 
-    async def send(self, webhook: WebhookRecord, event: EventRow, message_id: str, unix_s: float) -> SendResult:
+    async def send(
+        self, webhook: events.WebhookRecord, event: events.EventRow, message_id: str, unix_s: float
+    ) -> events.SendResult:
         """Send an event once, and return the result. A status of 2xx means that the receiver accepted it."""
         target = events.parse_url(webhook.url)
         body = events.encode_payload(event)
@@ -255,9 +247,9 @@ class WebhookSender:
             async with asyncio.timeout(self._timeout_s), self._connect(target) as (reader, writer):
                 status = await _exchange(reader, writer, request, body)
         except (OSError, h11.ProtocolError) as exc:
-            return SendResult(False, shorten(self._describe(exc), events.MAX_RESULT_BYTES))
+            return events.SendResult(False, shorten(self._describe(exc), events.MAX_RESULT_BYTES))
         note = " (redirects are not followed)" if 300 <= status < 400 else ""
-        return SendResult(200 <= status < 300, f"{status}{note}")
+        return events.SendResult(200 <= status < 300, f"{status}{note}")
 
     def close(self) -> None:
         """Release the threads that resolve names."""
@@ -265,7 +257,7 @@ class WebhookSender:
 
     @contextlib.asynccontextmanager
     async def _connect(
-        self, target: WebhookTarget
+        self, target: events.WebhookTarget
     ) -> AsyncGenerator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
         """Open a connection to the first allowed address of the target that accepts one."""
         found = [target.host] if _is_address(target.host) else await self._resolve(target.host, target.port)
@@ -302,7 +294,7 @@ class WebhookSender:
 
 
 async def _open_first(
-    addresses: Sequence[str], target: WebhookTarget, context: ssl.SSLContext | None
+    addresses: Sequence[str], target: events.WebhookTarget, context: ssl.SSLContext | None
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect to the first address that accepts a connection. Raises the error of the last one."""
     name = target.host if context is not None else None

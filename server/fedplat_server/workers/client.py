@@ -61,8 +61,7 @@ class RunningTask:
 
     async def result(self, kind: type[_Result]) -> _Result:
         """End the messages and return the task's result. Raises as `send` does."""
-        with contextlib.suppress(*_CALL_ERRORS):  # the ranks may have ended; `_reply` has their last response
-            await self._call.done_writing()
+        await self._end_messages()
         try:
             return msgspec.msgpack.decode(await self._reply, type=prepare_type(kind))
         except msgspec.DecodeError as exc:
@@ -74,6 +73,10 @@ class RunningTask:
         self._reply.cancel()
         await asyncio.gather(self._reply, return_exceptions=True)
 
+    async def _end_messages(self) -> None:
+        with contextlib.suppress(*_CALL_ERRORS):  # the ranks may have ended; `_reply` has their last response
+            await self._call.done_writing()
+
     async def _receive(self) -> bytes:
         try:
             async for content in self._call:
@@ -81,8 +84,10 @@ class RunningTask:
                     case protocol.TaskNote(note):
                         self._on_note(note)
                     case protocol.TaskReply(reply):
+                        await self._end_messages()
                         return reply
                     case protocol.TaskRefusal(text, out_of_memory):
+                        await self._end_messages()  # the ranks wait for it before they end
                         raise (PoolMemoryError if out_of_memory else PoolWorkError)(text)
         except (grpc.RpcError, msgspec.DecodeError) as exc:
             raise PoolBrokenError(_BROKEN) from exc

@@ -72,10 +72,11 @@ class Rank0Listener:
         task = next(self._task_ids)
         responses = self._responses[task] = SimpleQueue[protocol.Response | None]()
         self.events.put(TaskEvent(task, "start", start.request, start.name, start.backend))
-        threading.Thread(target=self._receive, args=(task, requests), name=f"messages {task}", daemon=True).start()
+        receiving = threading.Thread(target=self._receive, args=(task, requests), name=f"messages {task}", daemon=True)
+        receiving.start()
         if not context.add_callback(lambda: self._cancel(task)):  # the call has ended already
             self._cancel(task)
-        return iter(responses.get, None)
+        return _respond(responses, receiving)
 
     def _receive(self, task: int, messages: Iterator[bytes]) -> None:
         with contextlib.suppress(grpc.RpcError):  # the daemon is gone, or has cancelled the task
@@ -93,3 +94,14 @@ class Rank0Listener:
     def _end_if_running(self, task: int) -> None:
         if self.running == task:
             os._exit(1)
+
+
+def _respond(
+    responses: SimpleQueue[protocol.Response | None], receiving: threading.Thread
+) -> Iterator[protocol.Response]:
+    """Yield the responses of a task, and wait until the daemon ends its messages, which it does after the last one.
+
+    A connection that closes while the daemon writes takes with it what the daemon has not read yet.
+    """
+    yield from iter(responses.get, None)
+    receiving.join(_FLUSH_S)

@@ -127,7 +127,9 @@ def run(socket: Path, backend: Backend, folder: Path | None = None) -> None:
         try:
             _RankLoop(ranks, events, listener).run()
         except BaseException as exc:
-            if _is_of_another_rank(exc):
+            if isinstance(exc, distributed.DistError | LostRankError) or (
+                isinstance(exc, RuntimeError) and "gloo" in str(exc)
+            ):
                 log.error("lost another rank", error=str(exc))
             else:
                 log.exception("rank failed")
@@ -140,13 +142,6 @@ def run(socket: Path, backend: Backend, folder: Path | None = None) -> None:
             if ranks.size > 1:  # torchrun ends all ranks once one has ended, but rank 0 must send the reason first
                 threading.Event().wait(_REPORT_S)
             raise
-
-
-def _is_of_another_rank(exc: BaseException) -> bool:
-    """Return whether an operation of the group failed because another rank is gone."""
-    return isinstance(exc, distributed.DistError | LostRankError) or (
-        isinstance(exc, RuntimeError) and "gloo" in str(exc)
-    )
 
 
 def _watch_others(events: Broadcast, listener: Rank0Listener) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import threading
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +20,7 @@ from fedplat.gossip.messages import CommitRow
 from fedplat.gossip.steps import (
     AdoptMean,
     Announce,
+    Contact,
     Exchanged,
     FetchModels,
     GossipSetup,
@@ -32,11 +34,13 @@ from fedplat.gossip.steps import (
 from fedplat.model import Parameters
 from fedplat_client._protocols.gossip.calls import SiloCalls
 from fedplat_client._protocols.gossip.model import SiloModel
+from fedplat_client._protocols.gossip.network import PeerNetwork, RemoteFile
 from fedplat_client._protocols.gossip.silo_round import RoundWork, SiloRound
 from fedplat_client._state.silo_store import RelaySecret, SiloFolder
 from fedplat_client._work.failures import AssignmentFailedError
 from fedplat_client._work.steps import StepCalls
 from fedplat_client.task import Control
+from support import polling
 from support.silo_networks import NetworkedSilo, Networks, impatient_networks_in, networks_in
 from support.silo_scripts import Phase, Script, adopted, after, mixed
 
@@ -244,13 +248,27 @@ def with_contact(**changes: Any) -> Callable[[Place, Offered], Offered]:
     ],
 )
 def test_a_model_that_the_server_describes_falsely_is_missed(
-    change: Callable[[Place, Offered], Offered], has_port: bool, impatient: Networks
+    change: Callable[[Place, Offered], Offered],
+    has_port: bool,
+    impatient: Networks,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     place = make_place(impatient, has_port)
     good, described = place.neighbours
     outside = place.silo.folder.parent / "outside"
     outside.write_bytes(model_bytes(3.0))
     offered = place.offer(good, model_bytes(2.0)), change(place, place.offer(described, model_bytes(4.0)))
+    if has_port:  # then both are fetched at once: the waits for the false one must not use up the time of the good one
+        fetch, is_there = PeerNetwork.fetch, threading.Event()
+
+        def fetch_and_tell(network: PeerNetwork, contact: Contact, remote: RemoteFile, control: Control) -> Path:
+            path = fetch(network, contact, remote, control)
+            is_there.set()
+            return path
+
+        monkeypatch.setattr(PeerNetwork, "fetch", fetch_and_tell)
+        assert impatient.time is not None
+        impatient.time.waited = lambda: is_there.wait(polling.PATIENCE_S)
     script = place.play(Phase(FetchModels(offered), after(2)), Leave())
     assert reports(script) == ({good.name}, {offered[1].contact.silo})
     assert outside.read_bytes() == model_bytes(3.0)

@@ -16,15 +16,7 @@ import torch
 from torch import distributed
 
 from fedplat.pytorch.distributed import Ranks
-from fedplat.pytorch.distributed.bench.records import (
-    LIBRARY,
-    BenchPlan,
-    BenchReport,
-    BenchStep,
-    Link,
-    Measurement,
-    bandwidths,
-)
+from fedplat.pytorch.distributed.bench import records
 
 REPETITIONS = 5
 _CHUNK = 1 << 20
@@ -73,7 +65,7 @@ def choose_pairs(ranks: Ranks) -> list[tuple[int, int]]:
     return sorted(ring | {(b, a) for a, b in ring})
 
 
-def measure_link(ranks: Ranks, pair: tuple[int, int], num_bytes: int) -> Link:
+def measure_link(ranks: Ranks, pair: tuple[int, int], num_bytes: int) -> records.Link:
     """Return the bandwidth from one rank to another while all others wait."""
     sender, receiver = pair
     values = torch.zeros(num_bytes // 4, device=ranks.device)
@@ -90,7 +82,7 @@ def measure_link(ranks: Ranks, pair: tuple[int, int], num_bytes: int) -> Link:
 
     time_runs(ranks, run)
     seconds = min(time_runs(ranks, run) for _ in range(REPETITIONS))
-    return Link(sender, receiver, num_bytes / seconds / 1e9)
+    return records.Link(sender, receiver, num_bytes / seconds / 1e9)
 
 
 def measure_tcp(ranks: Ranks, num_bytes: int) -> float:
@@ -225,32 +217,37 @@ MakeTrials: TypeAlias = Callable[[Buffers, Sequence[str]], list[Trial]]
 
 def make_library_trials(buffers: Buffers, collectives: Sequence[str]) -> list[Trial]:
     """Return a trial of Gloo or NCCL for each collective."""
-    return [Trial(name, LIBRARY, buffers, functools.partial(COLLECTIVES[name], buffers)) for name in collectives]
+    return [
+        Trial(name, records.LIBRARY, buffers, functools.partial(COLLECTIVES[name], buffers)) for name in collectives
+    ]
 
 
 def measure(
-    ranks: Ranks, plan: BenchPlan, note: Callable[[BenchStep], None], make_trials: MakeTrials = make_library_trials
-) -> BenchReport:
+    ranks: Ranks,
+    plan: records.BenchPlan,
+    note: Callable[[records.BenchStep], None],
+    make_trials: MakeTrials = make_library_trials,
+) -> records.BenchReport:
     """Measure everything in the plan, and return the report on every rank; `note` is called before each step."""
     load = os.getloadavg()[0]
     pairs = choose_pairs(ranks)
     num_trials = len(make_trials(Buffers.allocate(ranks, plan.sizes[0]), plan.collectives))
     total = 2 + len(pairs) + len(plan.sizes) * num_trials
-    note(BenchStep(0, total, "the memory of all ranks"))
+    note(records.BenchStep(0, total, "the memory of all ranks"))
     copies = measure_copies(ranks, plan.probe)
-    note(BenchStep(1, total, "TCP"))
+    note(records.BenchStep(1, total, "TCP"))
     tcp = measure_tcp(ranks, plan.probe)
-    measured_links: list[Link] = []
+    measured_links: list[records.Link] = []
     for pair in pairs:
-        note(BenchStep(2 + len(measured_links), total, f"the link from rank {pair[0]} to rank {pair[1]}"))
+        note(records.BenchStep(2 + len(measured_links), total, f"the link from rank {pair[0]} to rank {pair[1]}"))
         measured_links.append(measure_link(ranks, pair, plan.probe))
-    measurements: list[Measurement] = []
+    measurements: list[records.Measurement] = []
     for size in plan.sizes:
         for trial in make_trials(Buffers.allocate(ranks, size), plan.collectives):
             doing = f"{trial.collective} ({trial.implementation}), {4 * trial.buffers.count} bytes"
-            note(BenchStep(2 + len(pairs) + len(measurements), total, doing))
+            note(records.BenchStep(2 + len(pairs) + len(measurements), total, doing))
             measurements.append(_measure_trial(ranks, plan, trial))
-    return BenchReport(
+    return records.BenchReport(
         ranks=ranks.size,
         device=torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu",
         library="nccl" if ranks.device.type == "cuda" else "gloo",
@@ -263,7 +260,7 @@ def measure(
     )
 
 
-def _measure_trial(ranks: Ranks, plan: BenchPlan, trial: Trial) -> Measurement:
+def _measure_trial(ranks: Ranks, plan: records.BenchPlan, trial: Trial) -> records.Measurement:
     trial.buffers.prepare(trial.collective)
     estimate = time_runs(ranks, trial.run)  # warms up
     is_correct = all(each == b"1" for each in ranks.all_gather(b"%d" % trial.buffers.is_correct(trial.collective)))
@@ -271,8 +268,8 @@ def _measure_trial(ranks: Ranks, plan: BenchPlan, trial: Trial) -> Measurement:
     repetitions = max(MIN_REPETITIONS, min(MAX_REPETITIONS, int(plan.seconds / (estimate * batch))))
     seconds = statistics.median(time_runs(ranks, trial.run, batch) for _ in range(repetitions))
     size = 4 * trial.buffers.count
-    algbw, busbw = bandwidths(trial.collective, size, seconds, ranks.size)
-    return Measurement(
+    algbw, busbw = records.bandwidths(trial.collective, size, seconds, ranks.size)
+    return records.Measurement(
         collective=trial.collective,
         implementation=trial.implementation,
         size=size,

@@ -1,8 +1,7 @@
 """Sources of examples, as `[simulation.data]` of a simulation file describes.
 
-To add one: write one new file (a frozen record with `load()`), add one row to `SOURCES`
-below. No source executes or unpickles a file; only `function` runs code, the user's own. Only `huggingface` with a
-`name` downloads a data set.
+To add one: write one new file (a frozen record with `load()`), add one row to `SOURCES` below. No source executes or
+unpickles a file; only `function` runs code, the user's own. Only `huggingface` with a `name` downloads a data set.
 """
 
 from __future__ import annotations

@@ -6,9 +6,8 @@ from typing import Any, cast
 
 import msgspec
 
+from fedplat import errors, randomness
 from fedplat.config import user_code
-from fedplat.errors import DataError
-from fedplat.randomness import use_seeds
 from fedplat.simulation.data.federation import Dataset, Federation, check_finite
 from fedplat.simulation.data.sources.common import SourcePaths
 
@@ -25,7 +24,7 @@ class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
     def load(self, place: SourcePaths) -> Dataset | Federation:
         """Call the function. Raises `DataError` for a wrong result, `UserCodeError` if it is not found or fails."""
-        with use_seeds(0):  # all runs have the same data, also if the function draws it
+        with randomness.use_seeds(0):  # all runs have the same data, also if the function draws it
             data = user_code.call(self.call, place.folder, self.arguments)
         if isinstance(data, Dataset | Federation):
             check_finite(data)
@@ -35,8 +34,8 @@ class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
             try:
                 return Dataset.from_arrays(arrays[0], arrays[1], (arrays[2], arrays[3]) if len(arrays) == 4 else None)
             except ValueError as exc:
-                raise DataError(f"{self.call} returned arrays that do not fit: {exc}") from exc
-        raise DataError(
+                raise errors.DataError(f"{self.call} returned arrays that do not fit: {exc}") from exc
+        raise errors.DataError(
             f"{self.call} returned a {type(data).__name__}; expected a Federation, a Dataset, or a tuple of two or "
             "four NumPy arrays (inputs, targets, test_inputs, test_targets)"
         )

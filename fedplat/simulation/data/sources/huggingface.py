@@ -14,21 +14,8 @@ import numpy as np
 from fedplat.errors import DataError, MissingExtraError
 from fedplat.extras import install_command
 from fedplat.simulation.data.federation import Dataset
-from fedplat.simulation.data.sources import arrow
+from fedplat.simulation.data.sources import arrow, common
 from fedplat.simulation.data.sources.arrow import ColumnNames, Names
-from fedplat.simulation.data.sources.common import (
-    FILL_IN,
-    Fraction,
-    InputType,
-    Scale,
-    SourcePaths,
-    Split,
-    as_column,
-    as_inputs,
-    make_dataset,
-    number_owners,
-    rows_of,
-)
 from fedplat.simulation.data.sources.images import Background, Channels, Size, decode
 
 
@@ -39,10 +26,9 @@ class HuggingFace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     `load_dataset` reads. `name` is a data set on the Hugging Face Hub, with a `config` and a `revision` if it has
     several; it is downloaded into the cache of `datasets`. `groups` names the column with the owner of each example.
     Without `test_split`, `test_fraction` of the examples are held out. A column of images is converted to `channels`
-    (1: gray, 3: RGB, 0: those of
-    the first image) and `size` ([height, width]), like those of `Images`. `scale` "unit" divides inputs by 255 (images
-    by the largest pixel of their format). `inputs`, `targets` and
-    `classes` are those of `TableOptions`.
+    (1: gray, 3: RGB, 0: those of the first image) and `size` ([height, width]), like those of `Images`. `scale` "unit"
+    divides inputs by 255 (images by the largest pixel of their format). `inputs`, `targets` and `classes` are those of
+    `TableOptions`.
     """
 
     path: str = ""
@@ -51,22 +37,22 @@ class HuggingFace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     train_split: str = "train"
     test_split: str = "test"
     groups: str = ""
-    test_fraction: Fraction = 0.2
-    scale: Scale = "none"
+    test_fraction: common.Fraction = 0.2
+    scale: common.Scale = "none"
     name: str = ""
     config: str = ""
     revision: str = ""
     channels: Channels = 0
     size: Size | None = None
     classes: list[str] = []
-    dtype: InputType = "auto"
+    dtype: common.InputType = "auto"
     background: Background = ""
 
     def __post_init__(self) -> None:
         if bool(self.path) == bool(self.name):
             raise ValueError("path and name: expected either the path of a folder or a name on the Hugging Face Hub")
 
-    def load(self, place: SourcePaths) -> Dataset:
+    def load(self, place: common.SourcePaths) -> Dataset:
         """Load the data set. Raises `DataError`, and `MissingExtraError` without `datasets`."""
         train, test = self._splits(place)
         where = self.name or self.path
@@ -75,16 +61,16 @@ class HuggingFace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
         columns = arrow.choose(columns, train.column_names, where)
         found = self._split(train, columns, f"{where}, {self.train_split}")
         others = {name: found.columns[name] for name in place.columns}
-        owners = number_owners(found.columns[self.groups]) if self.groups else None
+        owners = common.number_owners(found.columns[self.groups]) if self.groups else None
         found = dataclasses.replace(found, columns=others, owners=owners)
         held_out = None
         if test is not None:
             columns = arrow.choose(dataclasses.replace(columns, others=()), test.column_names, where)
             held_out = self._split(test, columns, f"{where}, {self.test_split}")
-        dataset = make_dataset(found, held_out, self.classes, place, self.test_fraction)
+        dataset = common.make_dataset(found, held_out, self.classes, place, self.test_fraction)
         return dataclasses.replace(dataset, classes=dataset.classes or _class_names(train, self.targets))
 
-    def _splits(self, place: SourcePaths) -> tuple[Any, Any | None]:
+    def _splits(self, place: common.SourcePaths) -> tuple[Any, Any | None]:
         try:
             import datasets
             from datasets.exceptions import DatasetsError
@@ -116,16 +102,16 @@ class HuggingFace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
             return datasets.load_from_disk(str(folder))
         return datasets.load_dataset(str(folder))
 
-    def _split(self, split: Any, columns: ColumnNames, where: str) -> Split:
+    def _split(self, split: Any, columns: ColumnNames, where: str) -> common.Split:
         import datasets
 
-        row, names = rows_of(where), arrow.as_list(columns.inputs)
+        row, names = common.rows_of(where), arrow.as_list(columns.inputs)
         if not isinstance(split.features[names[0]], datasets.Image):
             table = split.select_columns(columns.names).with_format("arrow")[:]
             found = arrow.split_of(table, columns, row, dtype=self.dtype)
             _require_labels(found, bool(_class_names(split, self.targets)))
-            inputs = as_inputs(found.inputs, self.scale, self.dtype, row)
-            return dataclasses.replace(found, inputs=inputs, targets=as_column(found.targets))
+            inputs = common.as_inputs(found.inputs, self.scale, self.dtype, row)
+            return dataclasses.replace(found, inputs=inputs, targets=common.as_column(found.targets))
         if len(names) > 1:
             raise DataError(f"{where}: inputs = {names}: expected one column of images")
         others = [name for name in columns.names if name != names[0]]
@@ -135,13 +121,13 @@ class HuggingFace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
         images = split.select_columns(names).cast_column(names[0], datasets.Image(decode=False)).with_format(None)
         files = (_file(example[names[0]], row(index)) for index, example in enumerate(images))
         pixels = decode(files, len(images), row, self)
-        return dataclasses.replace(found, inputs=pixels, targets=as_column(found.targets))
+        return dataclasses.replace(found, inputs=pixels, targets=common.as_column(found.targets))
 
 
 def _file(image: Mapping[str, Any] | None, row: str) -> Any:
     """Return an encoded image as a path or an open file. Raises `DataError` if it is missing."""
     if image is None or (image["bytes"] is None and image["path"] is None):
-        raise DataError(f"{row}: there is no image; {FILL_IN}")
+        raise DataError(f"{row}: there is no image; {common.FILL_IN}")
     return image["path"] if image["bytes"] is None else io.BytesIO(image["bytes"])
 
 
@@ -153,7 +139,7 @@ def _class_names(split: Any, targets: Names) -> tuple[str, ...]:
     return tuple(feature.names) if isinstance(feature, datasets.ClassLabel) else ()
 
 
-def _require_labels(split: Split, has_names: bool) -> None:
+def _require_labels(split: common.Split, has_names: bool) -> None:
     """Raise `DataError` if a class label is -1, which stands for a label that is not published."""
     if has_names and len(missing := np.flatnonzero(split.targets < 0)):
         raise DataError(f"{split.row(int(missing[0]))}: there is no label (-1); use another split")

@@ -12,17 +12,7 @@ import numpy as np
 from fedplat.errors import DataError, MissingExtraError
 from fedplat.extras import install_command
 from fedplat.simulation.data.federation import Array, Dataset
-from fedplat.simulation.data.sources.common import (
-    Fraction,
-    Row,
-    Scale,
-    SourcePaths,
-    Split,
-    as_inputs,
-    is_hidden,
-    make_dataset,
-    number_owners,
-)
+from fedplat.simulation.data.sources import common
 
 SUFFIXES = frozenset(
     {".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
@@ -59,20 +49,20 @@ class Images(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
 
     path: str
     test_path: str = ""
-    test_fraction: Fraction = 0.2
+    test_fraction: common.Fraction = 0.2
     owners: bool = False
     channels: Channels = 0
     size: Size | None = None
-    scale: Scale = "unit"
+    scale: common.Scale = "unit"
     background: Background = ""
 
-    def load(self, place: SourcePaths) -> Dataset:
+    def load(self, place: common.SourcePaths) -> Dataset:
         """Load the data set. Raises `DataError`, and `MissingExtraError` without Pillow."""
         train = self._split(place.folder / self.path)
         test = self._split(place.folder / self.test_path) if self.test_path else None
-        return make_dataset(train, test, (), place, self.test_fraction)
+        return common.make_dataset(train, test, (), place, self.test_fraction)
 
-    def _split(self, folder: Path) -> Split:
+    def _split(self, folder: Path) -> common.Split:
         found, others = _list(folder, 3 if self.owners else 2)
         files = [file for file in found if _is_image(file) and file.is_file()]
         form = "OWNER/CLASS/FILE" if self.owners else "CLASS/FILE"
@@ -81,8 +71,8 @@ class Images(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
         _refuse_others(sorted({*found, *others} - set(files)), files, form)
         pixels = decode(files, len(files), lambda index: str(files[index]), self)
         targets = np.array([file.parent.name for file in files])
-        owners = number_owners(np.array([file.parent.parent.name for file in files])) if self.owners else None
-        return Split(pixels, targets, lambda index: str(files[index]), owners=owners)
+        owners = common.number_owners(np.array([file.parent.parent.name for file in files])) if self.owners else None
+        return common.Split(pixels, targets, lambda index: str(files[index]), owners=owners)
 
 
 def _list(folder: Path, depth: int) -> tuple[list[Path], list[Path]]:
@@ -90,7 +80,7 @@ def _list(folder: Path, depth: int) -> tuple[list[Path], list[Path]]:
 
     def visible(place: Path, pattern: str) -> list[Path]:
         found = place.glob(pattern)
-        return sorted(file for file in found if not any(map(is_hidden, file.relative_to(folder).parts)))
+        return sorted(file for file in found if not any(map(common.is_hidden, file.relative_to(folder).parts)))
 
     found = visible(folder, "/".join("*" * depth))
     above = [file for level in range(1, depth) for file in visible(folder, "/".join("*" * level))]
@@ -136,7 +126,7 @@ class ImageOptions(Protocol):
         ...
 
     @property
-    def scale(self) -> Scale:
+    def scale(self) -> common.Scale:
         """The scale of pixels."""
         ...
 
@@ -146,7 +136,7 @@ class ImageOptions(Protocol):
         ...
 
 
-def decode(images: Iterable[Any], count: int, row: Row, options: ImageOptions) -> Array:
+def decode(images: Iterable[Any], count: int, row: common.Row, options: ImageOptions) -> Array:
     """Return images as float32 [count, channels, height, width]; each is a path or an open file, which `row` names.
 
     Images are decoded one after the other into the result. Raises `DataError`, with the image's name, if one cannot be
@@ -173,9 +163,9 @@ def decode(images: Iterable[Any], count: int, row: Row, options: ImageOptions) -
     return result
 
 
-def _scale(pixels: Array, peak: float, scale: Scale) -> Array:
+def _scale(pixels: Array, peak: float, scale: common.Scale) -> Array:
     if peak == _EIGHT_BITS:
-        return as_inputs(pixels, scale)
+        return common.as_inputs(pixels, scale)
     return pixels / np.float32(peak) if scale == "unit" else pixels
 
 
@@ -209,7 +199,7 @@ def _pixels(file: Any, name: str, channels: int, options: ImageOptions) -> tuple
     return np.broadcast_to(pixels, (*pixels.shape[:2], channels)), peak
 
 
-def _refuse_parts(opened: Any, name: str, scale: Scale) -> None:
+def _refuse_parts(opened: Any, name: str, scale: common.Scale) -> None:
     """Raise `DataError` for an image of which Pillow would only return a part."""
     if getattr(opened, "n_frames", 1) > 1 and opened.format != "MPO":  # the photo of a phone, and its preview
         raise DataError(f"{name} has {opened.n_frames} frames; expected an image in each file: write each to its own")
@@ -229,7 +219,7 @@ def _is_signed(opened: Any) -> bool:
     return opened.format == "TIFF" and _SIGNED in opened.tag_v2.get(339, ())
 
 
-def _as_floats(image: Any, format_: str | None, name: str, scale: Scale, is_signed: bool) -> tuple[Any, float]:
+def _as_floats(image: Any, format_: str | None, name: str, scale: common.Scale, is_signed: bool) -> tuple[Any, float]:
     """Return an image of one channel with more than eight bits as one of floats, and the largest value of its format.
 
     Pillow's own conversion to eight bits cuts off all values above 255.

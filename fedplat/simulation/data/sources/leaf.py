@@ -12,16 +12,6 @@ from fedplat.config.decoding import prepare_type
 from fedplat.errors import DataError
 from fedplat.simulation.data.federation import Array, Dataset
 from fedplat.simulation.data.sources import common
-from fedplat.simulation.data.sources.common import (
-    Fraction,
-    Row,
-    SourcePaths,
-    Split,
-    as_whole,
-    is_hidden,
-    make_dataset,
-    rows_of,
-)
 
 
 class _User(msgspec.Struct):
@@ -43,16 +33,16 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="s
 
     path: str
     shape: list[int] = []
-    test_fraction: Fraction = 0.2
+    test_fraction: common.Fraction = 0.2
 
-    def load(self, place: SourcePaths) -> Dataset:
+    def load(self, place: common.SourcePaths) -> Dataset:
         """Load the data set. Raises `DataError`."""
         folder = place.folder / self.path
         train = self._split(folder / "train")
         test = self._split(folder / "test") if (folder / "test").is_dir() else None
-        return make_dataset(train, test, (), place, self.test_fraction)
+        return common.make_dataset(train, test, (), place, self.test_fraction)
 
-    def _split(self, folder: Path) -> Split:
+    def _split(self, folder: Path) -> common.Split:
         users = _users(folder)
         names = list(users)
         sizes = [len(targets) for _, targets, _ in users.values()]
@@ -71,15 +61,15 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="s
             inputs = inputs.reshape(-1, *self.shape) if self.shape else inputs
         except ValueError as exc:
             raise DataError(f"{folder}: shape = {self.shape} does not fit inputs of {list(inputs.shape)}") from exc
-        return Split(inputs, as_whole(targets), row, owners=(owners.astype(np.int64), tuple(names)))
+        return common.Split(inputs, common.as_whole(targets), row, owners=(owners.astype(np.int64), tuple(names)))
 
 
-def _users(folder: Path) -> dict[str, tuple[Array, Array, Row]]:
+def _users(folder: Path) -> dict[str, tuple[Array, Array, common.Row]]:
     """Return the inputs and targets of each user with examples, and the function that names one of them."""
-    paths = sorted(path for path in folder.glob("*.json") if not is_hidden(path.name))
+    paths = sorted(path for path in folder.glob("*.json") if not common.is_hidden(path.name))
     if not paths:
         raise DataError(f"{folder} has no .json files; expected LEAF's folders train and test")
-    users: dict[str, tuple[Array, Array, Row]] = {}
+    users: dict[str, tuple[Array, Array, common.Row]] = {}
     for path in paths:
         try:
             file = msgspec.json.decode(path.read_bytes(), type=prepare_type(_File))
@@ -91,7 +81,7 @@ def _users(folder: Path) -> dict[str, tuple[Array, Array, Row]]:
                 raise DataError(f"{path}: the user {name!r} has different numbers of x and y; expected as many of each")
             if user.y:
                 where = f"{path}, user {name!r}"
-                users[name] = _array(user.x, np.float32, where), _array(user.y, np.int64, where), rows_of(where)
+                users[name] = _array(user.x, np.float32, where), _array(user.y, np.int64, where), common.rows_of(where)
     if not users:
         raise DataError(f"no user in {folder} has examples")
     return users
@@ -108,7 +98,7 @@ def _array(values: list[Any], dtype: type[np.generic], where: str) -> Array:
         raise DataError(f"{where}: expected values that are all numbers of one shape or all texts: {exc}") from exc
 
 
-def _require_equal(users: dict[str, tuple[Array, Array, Row]]) -> None:
+def _require_equal(users: dict[str, tuple[Array, Array, common.Row]]) -> None:
     """Raise `DataError` if the examples of two users have different shapes."""
     (inputs, targets, row), *others = users.values()
     for other_inputs, other_targets, other_row in others:

@@ -12,16 +12,7 @@ import numpy as np
 from fedplat.errors import DataError
 from fedplat.packed import ColumnType, PackedReader
 from fedplat.simulation.data.federation import Array, Dataset
-from fedplat.simulation.data.sources.common import (
-    Fraction,
-    Scale,
-    SourcePaths,
-    Split,
-    as_inputs,
-    make_dataset,
-    read_array,
-    rows_of_files,
-)
+from fedplat.simulation.data.sources import common
 
 FOLDER = "folder"
 """The column with the name of the folder that has the example."""
@@ -38,24 +29,25 @@ class Packed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
 
     path: str
     test_path: str = ""
-    test_fraction: Fraction = 0.2
-    scale: Scale = "none"
+    test_fraction: common.Fraction = 0.2
+    scale: common.Scale = "none"
 
-    def load(self, place: SourcePaths) -> Dataset:
+    def load(self, place: common.SourcePaths) -> Dataset:
         """Load the data set. Raises `DataError`, and `MissingExtraError` without PyArrow."""
         train = self._split(place.folder, self.path, place.columns)
         test = self._split(place.folder, self.test_path, ()) if self.test_path else None
-        return make_dataset(train, test, (), place, self.test_fraction)
+        return common.make_dataset(train, test, (), place, self.test_fraction)
 
-    def _split(self, folder: Path, path: str, columns: Sequence[str]) -> Split:
+    def _split(self, folder: Path, path: str, columns: Sequence[str]) -> common.Split:
         folders = _find_folders(folder, path)
         readers = [PackedReader(found) for found in folders]
         inputs, targets = _read_all(readers)
         sizes = [len(reader) for reader in readers]
         others = {
-            name: _folder_names(folders, sizes) if name == FOLDER else read_array(folder / name) for name in columns
+            name: _folder_names(folders, sizes) if name == FOLDER else common.read_array(folder / name)
+            for name in columns
         }
-        return Split(as_inputs(inputs, self.scale), targets, rows_of_files(folders, sizes), others)
+        return common.Split(common.as_inputs(inputs, self.scale), targets, common.rows_of_files(folders, sizes), others)
 
 
 def _find_folders(folder: Path, path: str) -> list[Path]:

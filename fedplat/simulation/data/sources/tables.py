@@ -16,24 +16,8 @@ import numpy as np
 from fedplat.errors import DataError, MissingExtraError
 from fedplat.extras import install_command
 from fedplat.simulation.data.federation import Array, Dataset
-from fedplat.simulation.data.sources import arrow
+from fedplat.simulation.data.sources import arrow, common
 from fedplat.simulation.data.sources.arrow import ColumnNames, Names
-from fedplat.simulation.data.sources.common import (
-    FILL_IN,
-    Fraction,
-    InputType,
-    Row,
-    Scale,
-    SourcePaths,
-    Split,
-    as_column,
-    as_inputs,
-    is_hidden,
-    make_dataset,
-    name_files,
-    rows_of,
-    rows_of_files,
-)
 
 _LARGEST = 2.0**63
 """The first float above the numbers of int64."""
@@ -56,10 +40,10 @@ class TableOptions(msgspec.Struct, frozen=True, kw_only=True):
     inputs: Names
     targets: Names
     test_path: str = ""
-    test_fraction: Fraction = 0.2
+    test_fraction: common.Fraction = 0.2
     classes: list[str] = []
-    scale: Scale = "none"
-    dtype: InputType = "auto"
+    scale: common.Scale = "none"
+    dtype: common.InputType = "auto"
 
 
 class TableFormat(Protocol):
@@ -142,7 +126,7 @@ class CsvFormat:
 class Parquet(TableOptions, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="source", tag="parquet"):
     """ColumnNames of Parquet files; see `TableOptions`."""
 
-    def load(self, place: SourcePaths) -> Dataset:
+    def load(self, place: common.SourcePaths) -> Dataset:
         """Load the data set. Raises `DataError`, and `MissingExtraError` without PyArrow."""
         return load(self, ParquetFormat(), place)
 
@@ -156,12 +140,12 @@ class Csv(TableOptions, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         if len(self.delimiter.encode()) != 1:
             raise ValueError(f"delimiter = {self.delimiter!r}: expected one ASCII character, such as ';' or '\\t'")
 
-    def load(self, place: SourcePaths) -> Dataset:
+    def load(self, place: common.SourcePaths) -> Dataset:
         """Load the data set. Raises `DataError`, and `MissingExtraError` without PyArrow."""
         return load(self, CsvFormat(self.delimiter), place)
 
 
-def load(options: TableOptions, format_: TableFormat, place: SourcePaths) -> Dataset:
+def load(options: TableOptions, format_: TableFormat, place: common.SourcePaths) -> Dataset:
     """Load the examples in files of a format. Raises `DataError`, and `MissingExtraError` without PyArrow."""
     try:
         import pyarrow as pa
@@ -173,7 +157,7 @@ def load(options: TableOptions, format_: TableFormat, place: SourcePaths) -> Dat
     files = _files(place.folder, options.path, format_.suffix)
     columns = _choose(ColumnNames(options.inputs, options.targets, place.columns), format_, files[0])
     columns = dataclasses.replace(columns, others=place.columns)
-    names, tests = name_files(files), list[_Part]()
+    names, tests = common.name_files(files), list[_Part]()
     parts = [_read(format_, file, columns, options, names[file]) for file in files]
     if options.test_path:
         files = _files(place.folder, options.test_path, format_.suffix)
@@ -183,7 +167,7 @@ def load(options: TableOptions, format_: TableFormat, place: SourcePaths) -> Dat
     if not options.classes:
         _refuse_lost_differences([*parts, *tests], columns.targets)
     train, test = _merge(options, parts), _merge(options, tests) if tests else None
-    return make_dataset(train, test, options.classes, place, options.test_fraction)
+    return common.make_dataset(train, test, options.classes, place, options.test_fraction)
 
 
 @dataclasses.dataclass
@@ -191,7 +175,7 @@ class _Part:
     """The examples of a file; `texts` are its targets as they are written, if the file has no types."""
 
     file: Path
-    split: Split
+    split: common.Split
     texts: Array | None
 
 
@@ -202,7 +186,9 @@ def _files(folder: Path, path: str, suffix: str) -> list[Path]:
         return [place]
     pattern = str(place / "*") if place.is_dir() else str(place)
     found = sorted(file for file in map(Path, glob.glob(pattern)) if file.is_file())
-    found = [file for file in found if not any(part not in place.parts and is_hidden(part) for part in file.parts)]
+    found = [
+        file for file in found if not any(part not in place.parts and common.is_hidden(part) for part in file.parts)
+    ]
     if place.is_dir():
         found = [file for file in found if file.suffix.lower() == suffix]
     if not found:
@@ -238,7 +224,7 @@ def _read(format_: TableFormat, file: Path, columns: ColumnNames, options: Table
         raise DataError(f"{file} cannot be read as a {format_.suffix} file: {exc}") from exc
     if len(table) == 0:
         raise DataError(f"{file} has no rows; expected at least one example")
-    row, texts = rows_of(file), None
+    row, texts = common.rows_of(file), None
     if options.dtype == "auto":
         _refuse_long_inputs(format_, file, table, arrow.as_list(columns.inputs))
     if FILE in columns.others and FILE not in table.column_names:
@@ -252,14 +238,14 @@ def _read(format_: TableFormat, file: Path, columns: ColumnNames, options: Table
     return _Part(file, split, None if texts is None or texts.null_count else arrow.values(texts, row, target[0]))
 
 
-def _refuse_missing(column: Any, texts: Any, row: Row, name: str) -> None:
+def _refuse_missing(column: Any, texts: Any, row: common.Row, name: str) -> None:
     """Raise `DataError` for a target such as NA, which stands for a missing value unless it is the name of a class."""
     missing = np.flatnonzero(np.asarray(column.is_null()) & ~np.asarray(texts.is_null()))
     if len(missing):
         first = int(missing[0])
         raise DataError(
             f"{row(first)}: {texts[first].as_py()!r} in column {name!r} stands for a missing value; "
-            f"{FILL_IN}, or name it among all classes: classes = [...]"
+            f"{common.FILL_IN}, or name it among all classes: classes = [...]"
         )
 
 
@@ -287,7 +273,7 @@ def _unify_targets(parts: Sequence[_Part], column: Names) -> None:
         if are_whole:
             targets = targets.astype(np.int64)
         elif "f" in kinds:
-            targets = as_column(targets.astype(np.float64))
+            targets = common.as_column(targets.astype(np.float64))
         part.split = dataclasses.replace(part.split, targets=targets)
 
 
@@ -331,14 +317,14 @@ def _refuse_long_inputs(format_: TableFormat, file: Path, table: Any, names: Seq
     for name in large:
         for index, text in enumerate(written.column(name).to_pylist()):
             if _WHOLE.fullmatch((text or "").strip()) and not -_LARGEST <= int(text) < _LARGEST:
-                raise DataError(f"{rows_of(file)(index)}: {arrow.describe_rounding(text, name)}")
+                raise DataError(f"{common.rows_of(file)(index)}: {arrow.describe_rounding(text, name)}")
 
 
 def _is_whole(values: Array) -> bool:
     return values.dtype.kind != "f" or bool(((np.floor(values) == values) & (np.abs(values) < _LARGEST)).all())
 
 
-def _merge(options: TableOptions, parts: Sequence[_Part]) -> Split:
+def _merge(options: TableOptions, parts: Sequence[_Part]) -> common.Split:
     """Join the examples of files. Raises `DataError` for inputs of different shapes."""
     splits, files = [part.split for part in parts], [part.file for part in parts]
     first = splits[0]
@@ -348,11 +334,11 @@ def _merge(options: TableOptions, parts: Sequence[_Part]) -> Split:
                 f"{file} has inputs of shape {list(split.inputs.shape[1:])}, and {files[0]} has "
                 f"{list(first.inputs.shape[1:])}; expected equal files"
             )
-    row = rows_of_files(files, [len(split.targets) for split in splits])
+    row = common.rows_of_files(files, [len(split.targets) for split in splits])
     inputs = np.concatenate([split.inputs for split in splits])
     columns = {name: _join([split.columns[name] for split in splits]) for name in first.columns}
     targets = np.concatenate([split.targets for split in splits])
-    return Split(as_inputs(inputs, options.scale, options.dtype, row), targets, row, columns)
+    return common.Split(common.as_inputs(inputs, options.scale, options.dtype, row), targets, row, columns)
 
 
 def _join(columns: Sequence[Array]) -> Array:

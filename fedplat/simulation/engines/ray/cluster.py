@@ -14,8 +14,7 @@ import threading
 from collections.abc import Generator
 from typing import Any
 
-from fedplat.errors import EngineError, MissingExtraError
-from fedplat.extras import install_command
+from fedplat import errors, extras
 
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "0"}
 """Settings against usage reports to Ray's developers, and against warnings that do not apply here."""
@@ -51,7 +50,7 @@ class Cluster:
         self.num_workers = num_workers or (_cores() if self.is_own else max(1, self._cpus()))
         if not self.is_own and self.num_workers > self._cpus():
             self.leave()
-            raise EngineError(
+            raise errors.EngineError(
                 f'engine = "ray": the cluster has {self._cpus()} cores; expected at least one for each of '
                 f"{self.num_workers} workers. Use fewer workers, or 0 for as many as there are cores"
             )
@@ -75,7 +74,7 @@ class Cluster:
             self.ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError, OSError) as exc:
             reason = str(exc).strip().partition("\n")[0]
-            raise EngineError(
+            raise errors.EngineError(
                 f'engine = "ray": no Ray cluster answers at {address}: {reason}. Start one with `ray start --head`, or '
                 "unset RAY_ADDRESS to use only this machine"
             ) from exc
@@ -97,7 +96,7 @@ class Cluster:
             )
         except (ConnectionError, RuntimeError, ValueError, OSError) as exc:
             home.cleanup()
-            raise EngineError(f'engine = "ray": Ray could not be started: {exc}') from exc
+            raise errors.EngineError(f'engine = "ray": Ray could not be started: {exc}') from exc
         _State.home = home
 
 
@@ -106,8 +105,8 @@ def _import_ray() -> Any:
         try:
             import ray  # pyright: ignore[reportMissingImports]
         except ModuleNotFoundError as exc:
-            raise MissingExtraError(
-                f'engine = "ray" needs Ray; install it with: {install_command("ray")}, or use "processes"'
+            raise errors.MissingExtraError(
+                f'engine = "ray" needs Ray; install it with: {extras.install_command("ray")}, or use "processes"'
             ) from exc
     return ray
 

@@ -16,9 +16,8 @@ from fedplat import texts
 from fedplat.learner import ArrayLearner
 from fedplat.model import Bytes, Parameters, Schema
 from fedplat.simulation.data.federation import Array, Federation, Part
-from fedplat.simulation.engines import malloc, worker_pool
+from fedplat.simulation.engines import malloc, trainers, worker_pool
 from fedplat.simulation.engines.interface import ClientTask
-from fedplat.simulation.engines.trainers import ArrayTrainer
 
 Piece = tuple[Array, Array]
 """Inputs and targets, as they are stored in Ray's object store."""
@@ -96,7 +95,7 @@ class RayWorker:
 def make_trainer(learner: Any, options: Any, seed: int) -> Any:
     """Return the trainer of a learner, which receives the examples with each task."""
     if isinstance(learner, ArrayLearner):
-        return ArrayTrainer(learner, options, seed)
+        return trainers.ArrayTrainer(learner, options, seed)
     from fedplat.simulation.engines.client_trainer import ModuleTrainer
 
     return ModuleTrainer(learner, options, seed)
