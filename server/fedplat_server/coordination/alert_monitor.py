@@ -30,7 +30,7 @@ from fedplat_server.database.store import Store
 from fedplat_server.errors import LeadershipLostError, StoreError
 from fedplat_server.instruments import FullWrites
 from fedplat_server.records import events
-from fedplat_server.records.events import Alert, EventRow, Severity
+from fedplat_server.records.events import Alert, EventRow
 from fedplat_server.storage.object_store import StoreHealth
 
 EPSILON_INTERVAL_S = 60.0

@@ -235,11 +235,6 @@ def _webhook(row: rows.Row, pending: rows.Row | None = None) -> WebhookRecord:
     )
 
 
-def _new_delivery(webhook_id: str, sequence: int, now: float) -> rows.Values:
-    progress = dict(zip(_PROGRESS, (DeliveryState.PENDING, 0, "", None, now), strict=True))
-    return {"event_sequence": sequence, "webhook_id": webhook_id} | progress
-
-
 def _with_event() -> sqlalchemy.Select[Any]:
     """Return a query for deliveries with their events. No event is removed before its deliveries."""
     return select(deliveries, events).join(events, events.c.sequence == deliveries.c.event_sequence)

@@ -261,7 +261,7 @@ async def _translate_errors(context: Context, method: str) -> AsyncGenerator[Non
         await _abort(context, errors.RefusedError(errors.Code.INTERNAL, number))
 
 
-async def _abort(context: Context, refused: RefusedError) -> None:
+async def _abort(context: Context, refused: errors.RefusedError) -> None:
     trailers = [(auth.METADATA_CODE, refused.code.name)]
     if refused.retry is not None:
         trailers.append((wire.METADATA_RETRY, f"{refused.retry.min_s:g} {refused.retry.max_s:g}"))

@@ -174,7 +174,7 @@ class ReportIntake:
         limit = await self._size_limit(assignment)
         try:
             self.quotas.upload(assignment.client_id, assignment.key, limit, num_bytes)
-        except RefusedError as exc:
+        except errors.RefusedError as exc:
             await self._fail(assignment, str(exc))
             raise
 
