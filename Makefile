@@ -155,7 +155,7 @@ job-schema: $(STAMP) ## write docs/schema/job.schema.json from the same records
 	$(BIN)/fedplat job schema > docs/schema/job.schema.json
 
 metrics-page: $(STAMP) ## write the table of metrics into docs/operations.md
-	$(BIN)/python -m fedplat_server.metrics.reference docs/operations.md
+	$(BIN)/python tests/support/metrics_page.py docs/operations.md
 
 notebooks: $(STAMP) ## run the notebooks in examples/, and store their outputs
 	$(BIN)/python tests/support/notebooks.py examples/*.ipynb

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import platform
 import sys
 import threading
@@ -99,6 +101,8 @@ def main() -> None:
     """Entry point of the command."""
 
 
+_option = functools.partial(click.option, show_envvar=True)
+_flag = functools.partial(_option, is_flag=True)
 _IDENTITY_OPTIONS = (
     click.option(
         "--ticket",
@@ -111,17 +115,15 @@ _IDENTITY_OPTIONS = (
         type=click.Path(path_type=Path, dir_okay=False),
         help="File with the ticket; default FEDPLAT_TICKET_FILE. An enrolled client needs no ticket.",
     ),
-    click.option(
+    _option(
         "--server",
         envvar="FEDPLAT_SERVER",
-        show_envvar=True,
         metavar="HOST:PORT",
         help="Server to use, if the data directory has identities for several.",
     ),
-    click.option(
+    _option(
         "--population",
         envvar="FEDPLAT_POPULATION",
-        show_envvar=True,
         help="Population to use, if the data directory has identities for several.",
     ),
     click.option(
@@ -141,25 +143,19 @@ _RUN_OPTIONS = (
         "installed package. KIND is codecs or algorithms; repeatable.",
     ),
     click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="Add a label; repeatable."),
-    click.option(
+    _flag(
         "--mtls",
-        is_flag=True,
         envvar="FEDPLAT_MTLS",
-        show_envvar=True,
         help="Authenticate with a client certificate, on the server's mTLS port, instead of signing each call.",
     ),
-    click.option(
+    _flag(
         "--require-secure-aggregation",
-        is_flag=True,
         envvar="FEDPLAT_REQUIRE_SECURE_AGGREGATION",
-        show_envvar=True,
         help="Refuse to train without secure aggregation, so that the server never sees an update of this client.",
     ),
-    click.option(
+    _flag(
         "--require-local-noise",
-        is_flag=True,
         envvar="FEDPLAT_REQUIRE_LOCAL_NOISE",
-        show_envvar=True,
         help='Refuse to train unless the client adds noise to its update itself: [privacy] trust = "none".',
     ),
     click.option(
@@ -169,11 +165,9 @@ _RUN_OPTIONS = (
         help="Smallest noise multiplier of a sum, from the noise that clients add to their updates; above 0 it implies "
         "--require-local-noise.",
     ),
-    click.option(
+    _flag(
         "--require-confirmation",
-        is_flag=True,
         envvar="FEDPLAT_REQUIRE_CONFIRMATION",
-        show_envvar=True,
         help="Refuse secure aggregations in which clients do not confirm the survivors to each other: "
         "[secure_aggregation] confirm = true.",
     ),
@@ -198,49 +192,43 @@ _RUN_OPTIONS = (
         help="File with the public keys of the clients that may take part in a secure aggregation with this one, or "
         "exchange models with it, one in each line as the command identity shows it; default: any client.",
     ),
-    click.option(
+    _flag(
         "--exchange-models",
-        is_flag=True,
         envvar="FEDPLAT_EXCHANGE_MODELS",
-        show_envvar=True,
         help="Take part in decentralised jobs, in which other clients see the model that this client has trained. By "
         "default a client refuses such jobs.",
     ),
-    click.option(
+    _option(
         "--max-share",
         type=click.FloatRange(0.0, 1.0, min_open=True),
         default=ClientOptions.max_share,
         envvar="FEDPLAT_MAX_SHARE",
         show_default=True,
-        show_envvar=True,
         metavar="PART",
         help='Refuse rings of decentralised jobs (exchange = "ring") in which one model is more than this part of the '
         "mean, which would show it to all others.",
     ),
-    click.option(
+    _option(
         "--peer-listen",
         default="",
         envvar="FEDPLAT_PEER_LISTEN",
-        show_envvar=True,
         metavar="HOST:PORT",
         help="Open a port, on which the neighbours of this client in decentralised jobs fetch its models; implies "
         "--exchange-models. By default a client opens no port, and its models pass through the server, encrypted.",
     ),
-    click.option(
+    _option(
         "--peer-address",
         default="",
         envvar="FEDPLAT_PEER_ADDRESS",
-        show_envvar=True,
         metavar="HOST:PORT",
         help="Address at which neighbours reach the port of --peer-listen; default: the same.",
     ),
-    click.option(
+    _option(
         "--cache-limit",
         type=_parse_size,
         metavar="SIZE",
         default=f"{_DEFAULTS.cache_limit_bytes // 2**30}GiB",
         envvar="FEDPLAT_CACHE_LIMIT",
-        show_envvar=True,
         show_default=True,
         help="Largest size of the cache of models, such as 500MB. On a disk with less space the cache gives way by "
         "itself. The codecs' residuals, the client states and the models of decentralised jobs may each take the same "
@@ -418,24 +406,12 @@ def _create_flower_client(options: _FlowerOptions) -> Client:
 
 
 def _read_arguments(options: _ClientCommandOptions) -> _ClientArguments:
+    names = {each.name for each in dataclasses.fields(ClientOptions)}
+    named: dict[str, Any] = {name: value for name, value in options.items() if name in names}
     return {
         "labels": dict(_parse_label(text) for text in options["labels"]),
         "data_dir": options["data_dir"],
-        "options": ClientOptions(
-            mtls=options["mtls"],
-            require_secure_aggregation=options["require_secure_aggregation"],
-            require_local_noise=options["require_local_noise"],
-            min_local_noise_multiplier=options["min_local_noise_multiplier"],
-            require_confirmation=options["require_confirmation"],
-            min_secure_clients=options["min_secure_clients"],
-            min_secure_threshold=options["min_secure_threshold"],
-            trusted_clients=options["trusted_clients"],
-            exchange_models=options["exchange_models"],
-            max_share=options["max_share"],
-            peer_listen=options["peer_listen"],
-            peer_address=options["peer_address"],
-            cache_limit_bytes=options["cache_limit"],
-        ),
+        "options": ClientOptions(cache_limit_bytes=options["cache_limit"], **named),
         "plugins": parse_plugins(options["plugins"]),
     }
 

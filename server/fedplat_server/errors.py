@@ -38,8 +38,7 @@ ServerError
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from enum import StrEnum
+from enum import Enum, unique
 
 from fedplat.errors import FedplatError, SecureAggregationError
 from fedplat.rounds.commands import RetryWindow
@@ -165,148 +164,108 @@ class PoolMemoryError(PoolWorkError):
     """The task needs more memory than a rank's accelerator has; a CPU may have enough."""
 
 
-class Code(StrEnum):
-    """The reason that a request is refused for, as a code; callers receive it as trailing metadata `fedplat-code`."""
+@unique
+class Code(Enum):
+    """The reason that a request is refused for; callers receive its name as trailing metadata `fedplat-code`.
 
-    UNAUTHENTICATED = "UNAUTHENTICATED"
-    NO_OPERATOR = "NO_OPERATOR"
-    ROLE_TOO_LOW = "ROLE_TOO_LOW"
-    TOO_MANY_LOGINS = "TOO_MANY_LOGINS"
-    NAME_TAKEN = "NAME_TAKEN"
-    NO_SUCH_OPERATOR = "NO_SUCH_OPERATOR"
-    LAST_ADMIN = "LAST_ADMIN"
-    NO_SUCH_WEBHOOK = "NO_SUCH_WEBHOOK"
-    TOO_MANY_WEBHOOKS = "TOO_MANY_WEBHOOKS"
-    BAD_SIGNATURE = "BAD_SIGNATURE"
-    REPLAYED = "REPLAYED"
-    SESSION_UNKNOWN = "SESSION_UNKNOWN"
-    CHALLENGE_EXPIRED = "CHALLENGE_EXPIRED"
-    CLIENT_UNKNOWN = "CLIENT_UNKNOWN"
-    FENCED = "FENCED"
-    REVOKED = "REVOKED"
-    CERTIFICATE_UNKNOWN = "CERTIFICATE_UNKNOWN"
-    CERTIFICATE_EXPIRED = "CERTIFICATE_EXPIRED"
-    NO_CERTIFICATES = "NO_CERTIFICATES"
-    TOKEN_UNKNOWN = "TOKEN_UNKNOWN"
-    TOKEN_REFUSED = "TOKEN_REFUSED"
-    UNSUPPORTED_VERSION = "UNSUPPORTED_VERSION"
-    INVALID_REQUEST = "INVALID_REQUEST"
-    INVALID_JOB_FILE = "INVALID_JOB_FILE"
-    INVALID_MODEL = "INVALID_MODEL"
-    NO_SUCH_CLIENT = "NO_SUCH_CLIENT"
-    NO_SUCH_ENROLLMENT = "NO_SUCH_ENROLLMENT"
-    NO_SUCH_JOB = "NO_SUCH_JOB"
-    AMBIGUOUS_JOB = "AMBIGUOUS_JOB"
-    NO_SUCH_ROUND = "NO_SUCH_ROUND"
-    NO_SUCH_VERSION = "NO_SUCH_VERSION"
-    VERSION_REMOVED = "VERSION_REMOVED"
-    HELD_BY_CLIENTS = "HELD_BY_CLIENTS"
-    NO_SUCH_MODEL = "NO_SUCH_MODEL"
-    NO_SUCH_EVALUATOR = "NO_SUCH_EVALUATOR"
-    NO_SUCH_TRAINER = "NO_SUCH_TRAINER"
-    ILLEGAL_ACTION = "ILLEGAL_ACTION"
-    OVER_BUDGET = "OVER_BUDGET"
-    STALE_ASSIGNMENT = "STALE_ASSIGNMENT"
-    WRONG_OFFSET = "WRONG_OFFSET"
-    TOO_LARGE = "TOO_LARGE"
-    UPLOAD_INCOMPLETE = "UPLOAD_INCOMPLETE"
-    NOT_SENT_YET = "NOT_SENT_YET"
-    TOO_SLOW = "TOO_SLOW"
-    TOO_MANY_CALLS = "TOO_MANY_CALLS"
-    TOO_MANY_STREAMS = "TOO_MANY_STREAMS"
-    TOO_MANY_REQUESTS = "TOO_MANY_REQUESTS"
-    TOO_MANY_BYTES = "TOO_MANY_BYTES"
-    TOO_MANY_UPLOADS = "TOO_MANY_UPLOADS"
-    DRAINING = "DRAINING"
-    NO_LEADER = "NO_LEADER"
-    STORE_UNAVAILABLE = "STORE_UNAVAILABLE"
-    STORAGE_FULL = "STORAGE_FULL"
-    INTERNAL = "INTERNAL"
+    `status` is the name of the gRPC status, and `message` is public: all other details of errors are only logged. One
+    with a temporary cause has the window of the next try.
+    """
 
+    def __init__(self, status: str, message: str, retry: RetryWindow | None = None) -> None:
+        self.status = status
+        self.message = message
+        self.retry = retry
 
-PUBLIC_MESSAGES: Mapping[Code, str] = {
-    Code.NO_OPERATOR: (
+    UNAUTHENTICATED = "UNAUTHENTICATED", "the call names no client; enroll first, then open a session"
+    NO_OPERATOR = (
+        "UNAUTHENTICATED",
         "this call needs an operator's token, which is in an operator's profile (an admin creates one with fedplat "
-        "operator add NAME --out FILE, or on the server's host with fedplat-server operator add NAME --out FILE)"
-    ),
-    Code.ROLE_TOO_LOW: "the operator's role does not allow this",
-    Code.TOO_MANY_LOGINS: "too many calls of this caller were refused; try again later",
-    Code.NAME_TAKEN: "the name is taken",
-    Code.NO_SUCH_OPERATOR: "there is no such operator",
-    Code.LAST_ADMIN: ("this is the last operator with the role admin; add another one before you remove it"),
-    Code.NO_SUCH_WEBHOOK: "there is no such webhook",
-    Code.TOO_MANY_WEBHOOKS: "the server has as many webhooks as it allows; remove one first",
-    Code.UNAUTHENTICATED: "the call names no client; enroll first, then open a session",
-    Code.BAD_SIGNATURE: "the signature is not that of the client's key over this call",
-    Code.REPLAYED: "the call was made before",
-    Code.SESSION_UNKNOWN: "the session is unknown; open another one",
-    Code.CHALLENGE_EXPIRED: "the nonce has expired or was used before; request another one",
-    Code.CLIENT_UNKNOWN: "this server has no such client; enroll with a ticket",
-    Code.FENCED: "another process has opened a newer session as this client",
-    Code.REVOKED: "an operator has revoked this client",
-    Code.CERTIFICATE_UNKNOWN: "the certificate does not belong to a client of this server",
-    Code.CERTIFICATE_EXPIRED: "the client's certificate has expired; renew it",
-    Code.NO_CERTIFICATES: (
-        "this server issues no client certificates: it has no authority or no --mtls-listen; sign "
-        "the calls instead, and open no port for other clients"
-    ),
-    Code.TOKEN_UNKNOWN: "the enrollment token is unknown; ask the operator for a ticket",
-    Code.TOKEN_REFUSED: "the enrollment token is no longer valid; ask the operator for another ticket",
-    Code.UNSUPPORTED_VERSION: "this server does not support the protocol version",
-    Code.INVALID_REQUEST: "the request cannot be used",
-    Code.INVALID_JOB_FILE: "the job file cannot be used",
-    Code.INVALID_MODEL: "the model cannot be used",
-    Code.NO_SUCH_CLIENT: "there is no such client",
-    Code.NO_SUCH_ENROLLMENT: "there is no such enrollment token",
-    Code.NO_SUCH_JOB: "there is no such job",
-    Code.AMBIGUOUS_JOB: "several jobs have this name; use the job id",
-    Code.NO_SUCH_ROUND: "there is no such round or attempt",
-    Code.NO_SUCH_VERSION: "there is no such model version",
-    Code.VERSION_REMOVED: "the model file of this version was removed",
-    Code.HELD_BY_CLIENTS: (
+        "operator add NAME --out FILE, or on the server's host with fedplat-server operator add NAME --out FILE)",
+    )
+    ROLE_TOO_LOW = "PERMISSION_DENIED", "the operator's role does not allow this"
+    TOO_MANY_LOGINS = (
+        "RESOURCE_EXHAUSTED",
+        "too many calls of this caller were refused; try again later",
+        RetryWindow(1.0, 10.0),
+    )
+    NAME_TAKEN = "ALREADY_EXISTS", "the name is taken"
+    NO_SUCH_OPERATOR = "NOT_FOUND", "there is no such operator"
+    LAST_ADMIN = (
+        "FAILED_PRECONDITION",
+        "this is the last operator with the role admin; add another one before you remove it",
+    )
+    NO_SUCH_WEBHOOK = "NOT_FOUND", "there is no such webhook"
+    TOO_MANY_WEBHOOKS = "FAILED_PRECONDITION", "the server has as many webhooks as it allows; remove one first"
+    BAD_SIGNATURE = "UNAUTHENTICATED", "the signature is not that of the client's key over this call"
+    REPLAYED = "UNAUTHENTICATED", "the call was made before"
+    SESSION_UNKNOWN = "UNAUTHENTICATED", "the session is unknown; open another one"
+    CHALLENGE_EXPIRED = "UNAUTHENTICATED", "the nonce has expired or was used before; request another one"
+    CLIENT_UNKNOWN = "UNAUTHENTICATED", "this server has no such client; enroll with a ticket"
+    FENCED = "PERMISSION_DENIED", "another process has opened a newer session as this client"
+    REVOKED = "PERMISSION_DENIED", "an operator has revoked this client"
+    CERTIFICATE_UNKNOWN = "UNAUTHENTICATED", "the certificate does not belong to a client of this server"
+    CERTIFICATE_EXPIRED = "UNAUTHENTICATED", "the client's certificate has expired; renew it"
+    NO_CERTIFICATES = (
+        "FAILED_PRECONDITION",
+        "this server issues no client certificates: it has no authority or no --mtls-listen; sign the calls instead, "
+        "and open no port for other clients",
+    )
+    TOKEN_UNKNOWN = "UNAUTHENTICATED", "the enrollment token is unknown; ask the operator for a ticket"
+    TOKEN_REFUSED = "PERMISSION_DENIED", "the enrollment token is no longer valid; ask the operator for another ticket"
+    UNSUPPORTED_VERSION = "FAILED_PRECONDITION", "this server does not support the protocol version"
+    INVALID_REQUEST = "INVALID_ARGUMENT", "the request cannot be used"
+    INVALID_JOB_FILE = "INVALID_ARGUMENT", "the job file cannot be used"
+    INVALID_MODEL = "INVALID_ARGUMENT", "the model cannot be used"
+    NO_SUCH_CLIENT = "NOT_FOUND", "there is no such client"
+    NO_SUCH_ENROLLMENT = "NOT_FOUND", "there is no such enrollment token"
+    NO_SUCH_JOB = "NOT_FOUND", "there is no such job"
+    AMBIGUOUS_JOB = "INVALID_ARGUMENT", "several jobs have this name; use the job id"
+    NO_SUCH_ROUND = "NOT_FOUND", "there is no such round or attempt"
+    NO_SUCH_VERSION = "NOT_FOUND", "there is no such model version"
+    VERSION_REMOVED = "NOT_FOUND", "the model file of this version was removed"
+    HELD_BY_CLIENTS = (
+        "NOT_FOUND",
         "the server does not have this model: it is the mean of a decentralised job, which each of its clients stores "
-        "as exports/JOB_ID.safetensors in its data folder"
-    ),
-    Code.NO_SUCH_MODEL: "there is no such model for this client",
-    Code.NO_SUCH_EVALUATOR: "the server has no such evaluator",
-    Code.NO_SUCH_TRAINER: "there is no such server trainer",
-    Code.ILLEGAL_ACTION: "the job's status does not allow this",
-    Code.OVER_BUDGET: "the population's privacy budget does not allow this",
-    Code.STALE_ASSIGNMENT: "the assignment is no longer open",
-    Code.WRONG_OFFSET: "the upload does not continue at the offset where it stopped",
-    Code.TOO_LARGE: "more bytes than are accepted here",
-    Code.UPLOAD_INCOMPLETE: "the update has not arrived completely",
-    Code.NOT_SENT_YET: "the other client has not sent the file yet; try again",
-    Code.TOO_SLOW: "the stream has made no progress",
-    Code.TOO_MANY_CALLS: "the caller has too many calls open",
-    Code.TOO_MANY_STREAMS: "this client has too many transfers open",
-    Code.TOO_MANY_REQUESTS: "too many requests; try again later",
-    Code.TOO_MANY_BYTES: "too many bytes were sent for this attempt; the assignment has ended",
-    Code.TOO_MANY_UPLOADS: "the server is receiving as many updates as its memory allows; try again",
-    Code.DRAINING: "the server is stopping; try again",
-    Code.NO_LEADER: "no server leads the jobs at the moment; try again in a few seconds",
-    Code.STORE_UNAVAILABLE: "the server's database or object store does not answer; try again",
-    Code.STORAGE_FULL: "the server's disk is full; try again later",
-    Code.INTERNAL: "internal error; the server's log has the details under this number",
-}
-"""The public message of each code. All other details of errors are only logged."""
-
-RETRY_WINDOWS: Mapping[Code, RetryWindow] = {
-    Code.UPLOAD_INCOMPLETE: RetryWindow(0.0, 1.0),
-    Code.NOT_SENT_YET: RetryWindow(0.0, 1.0),
-    Code.TOO_SLOW: RetryWindow(1.0, 10.0),
-    Code.TOO_MANY_CALLS: RetryWindow(1.0, 5.0),
-    Code.TOO_MANY_STREAMS: RetryWindow(1.0, 5.0),
-    Code.TOO_MANY_REQUESTS: RetryWindow(1.0, 10.0),
-    Code.TOO_MANY_BYTES: RetryWindow(10.0, 60.0),
-    Code.TOO_MANY_UPLOADS: RetryWindow(1.0, 10.0),
-    Code.TOO_MANY_LOGINS: RetryWindow(1.0, 10.0),
-    Code.DRAINING: RetryWindow(1.0, 5.0),
-    Code.NO_LEADER: RetryWindow(0.5, 3.0),
-    Code.STORE_UNAVAILABLE: RetryWindow(1.0, 5.0),
-    Code.STORAGE_FULL: RetryWindow(5.0, 30.0),
-}
-"""The retry windows of codes with a temporary cause."""
+        "as exports/JOB_ID.safetensors in its data folder",
+    )
+    NO_SUCH_MODEL = "NOT_FOUND", "there is no such model for this client"
+    NO_SUCH_EVALUATOR = "FAILED_PRECONDITION", "the server has no such evaluator"
+    NO_SUCH_TRAINER = "FAILED_PRECONDITION", "there is no such server trainer"
+    ILLEGAL_ACTION = "FAILED_PRECONDITION", "the job's status does not allow this"
+    OVER_BUDGET = "FAILED_PRECONDITION", "the population's privacy budget does not allow this"
+    STALE_ASSIGNMENT = "NOT_FOUND", "the assignment is no longer open"
+    WRONG_OFFSET = "OUT_OF_RANGE", "the upload does not continue at the offset where it stopped"
+    TOO_LARGE = "INVALID_ARGUMENT", "more bytes than are accepted here"
+    UPLOAD_INCOMPLETE = "ABORTED", "the update has not arrived completely", RetryWindow(0.0, 1.0)
+    NOT_SENT_YET = "UNAVAILABLE", "the other client has not sent the file yet; try again", RetryWindow(0.0, 1.0)
+    TOO_SLOW = "DEADLINE_EXCEEDED", "the stream has made no progress", RetryWindow(1.0, 10.0)
+    TOO_MANY_CALLS = "RESOURCE_EXHAUSTED", "the caller has too many calls open", RetryWindow(1.0, 5.0)
+    TOO_MANY_STREAMS = "RESOURCE_EXHAUSTED", "this client has too many transfers open", RetryWindow(1.0, 5.0)
+    TOO_MANY_REQUESTS = "RESOURCE_EXHAUSTED", "too many requests; try again later", RetryWindow(1.0, 10.0)
+    TOO_MANY_BYTES = (
+        "RESOURCE_EXHAUSTED",
+        "too many bytes were sent for this attempt; the assignment has ended",
+        RetryWindow(10.0, 60.0),
+    )
+    TOO_MANY_UPLOADS = (
+        "RESOURCE_EXHAUSTED",
+        "the server is receiving as many updates as its memory allows; try again",
+        RetryWindow(1.0, 10.0),
+    )
+    DRAINING = "UNAVAILABLE", "the server is stopping; try again", RetryWindow(1.0, 5.0)
+    NO_LEADER = (
+        "UNAVAILABLE",
+        "no server leads the jobs at the moment; try again in a few seconds",
+        RetryWindow(0.5, 3.0),
+    )
+    STORE_UNAVAILABLE = (
+        "UNAVAILABLE",
+        "the server's database or object store does not answer; try again",
+        RetryWindow(1.0, 5.0),
+    )
+    STORAGE_FULL = "RESOURCE_EXHAUSTED", "the server's disk is full; try again later", RetryWindow(5.0, 30.0)
+    INTERNAL = "INTERNAL", "internal error; the server's log has the details under this number"
 
 
 def is_lasting(exc: Exception) -> bool:
@@ -326,6 +285,5 @@ class RefusedError(ServerError):
 
     def __init__(self, code: Code, detail: str = "", retry: RetryWindow | None = None) -> None:
         self.code = code
-        self.retry = retry or RETRY_WINDOWS.get(code)
-        message = PUBLIC_MESSAGES[code]
-        super().__init__(f"{message}: {detail}" if detail else message)
+        self.retry = retry or code.retry
+        super().__init__(f"{code.message}: {detail}" if detail else code.message)

@@ -182,20 +182,19 @@ OTHER_LABEL = "other"
 
 
 class JobLabels:
-    """The label values of open jobs: the first `max_jobs` have their own, the others share `other`.
+    """The label values of open jobs: the first `MAX_JOBS` have their own, the others share `other`.
 
     A job keeps its labels until it is removed, so its counters never move to other labels.
     """
 
-    def __init__(self, max_jobs: int = MAX_JOBS) -> None:
-        self._max_jobs = max_jobs
+    def __init__(self) -> None:
         self._own: dict[str, tuple[str, str]] = {}
         self._others: set[str] = set()
 
     def add(self, job_id: str, name: str) -> None:
         """Give a job labels, unless it has some."""
         if job_id not in self._own and job_id not in self._others:
-            if len(self._own) < self._max_jobs:
+            if len(self._own) < MAX_JOBS:
                 self._own[job_id] = (job_id, name)
             else:
                 self._others.add(job_id)
@@ -215,14 +214,13 @@ class JobLabels:
 
 
 class PopulationLabels:
-    """The label values of populations: the first `max_populations` have their own, the others share `other`.
+    """The label values of populations: the first `MAX_POPULATIONS` have their own, the others share `other`.
 
     Numbers of clients of a hidden population are not counted, because they would reveal the secret sample of a private
     job. A population stays hidden until the daemon ends.
     """
 
-    def __init__(self, max_populations: int = MAX_POPULATIONS) -> None:
-        self._max_populations = max_populations
+    def __init__(self) -> None:
         self._own: set[str] = set()
         self._hidden: set[str] = set()
 
@@ -237,7 +235,7 @@ class PopulationLabels:
     def of(self, population: str) -> str:
         """Return the value of `population` for a population."""
         if population not in self._own:
-            if len(self._own) >= self._max_populations:
+            if len(self._own) >= MAX_POPULATIONS:
                 return OTHER_LABEL
             self._own.add(population)
         return population

@@ -36,15 +36,12 @@ class Election(Protocol):
 
     async def keep(self, held: HeldLease) -> None:
         """Renew the lease for as long as possible. Raises `LeadershipLostError` when that ends."""
-        ...
 
     async def resign(self, held: HeldLease) -> None:
         """Release the lease, so that another daemon leads at once. Never raises: the lease also expires."""
-        ...
 
     async def close(self) -> None:
         """Close the connections to the database."""
-        ...
 
 
 async def open_election(config: ServerConfig, candidate: Candidate) -> Election:
@@ -84,28 +81,25 @@ class SingleDaemon(Election):
 class LeaseElection(Election):
     """The election for daemons that share a database, by a lease stored in it."""
 
-    def __init__(
-        self, leases: LeaseStore, candidate: Candidate, times: LeaseTimes, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, leases: LeaseStore, candidate: Candidate, times: LeaseTimes) -> None:
         self._leases = leases
         self._candidate = candidate
         self._times = times
-        self._clock = clock
         self._renewals: set[asyncio.Task[bool]] = set()
         self.problem = ""
 
     @override
     async def elect(self, follow: Follow) -> HeldLease:
-        log_at = self._clock()
+        log_at = time.monotonic()
         while True:
             try:
                 held = await self._try(follow)
-                self.problem, log_at = "", self._clock()
+                self.problem, log_at = "", time.monotonic()
             except StoreUnavailableError as exc:
                 held, self.problem = None, NO_DATABASE
-                if self._clock() >= log_at:
+                if time.monotonic() >= log_at:
                     logs.get().error("cannot read the lease: the database is unavailable", error=str(exc))
-                    log_at = self._clock() + _LOG_EVERY_S
+                    log_at = time.monotonic() + _LOG_EVERY_S
             if held is not None:
                 return held
             await asyncio.sleep(self._times.poll_s)
@@ -113,7 +107,7 @@ class LeaseElection(Election):
     async def _try(self, follow: Follow) -> HeldLease | None:
         reading = await self._leases.read()
         if rules.is_free(reading, self._candidate, self._times.valid_s):
-            requested_at = self._clock()
+            requested_at = time.monotonic()
             lease = await self._leases.acquire(self._candidate, secrets.token_urlsafe(32), self._times.valid_s)
             return HeldLease.since(lease, requested_at, self._times) if lease is not None else None
         assert reading.lease is not None  # else it would be free
@@ -124,17 +118,17 @@ class LeaseElection(Election):
     async def keep(self, held: HeldLease) -> None:
         pause_s = 0.0
         while True:
-            now = self._clock()
+            now = time.monotonic()
             pause_s = min(max(held.next_renewal(self._times) - now, pause_s), held.ends_at - now)
             await asyncio.sleep(max(pause_s, 0.0))
-            requested_at = self._clock()
+            requested_at = time.monotonic()
             if held.is_over(requested_at):  # this process was stopped, or was too busy to renew in time
                 raise LeadershipLostError("the lease could not be renewed in time")
             renewal = asyncio.create_task(self._leases.renew(held.lease, self._times.valid_s), name="renewal")
             self._renewals.add(renewal)
             renewal.add_done_callback(self._renewals.discard)
             # Not wait_for, which waits for the cancelled call: a database that does not answer may block even that.
-            await asyncio.wait([renewal], timeout=max(held.ends_at - self._clock(), 0.0))
+            await asyncio.wait([renewal], timeout=max(held.ends_at - time.monotonic(), 0.0))
             if not renewal.done():
                 renewal.cancel()
                 raise LeadershipLostError("the lease could not be renewed in time: the database does not answer")

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from fedplat.errors import PrivacyLimitError
 from fedplat.model import Parameters
-from fedplat.privacy.steps import StepCharge
+from fedplat.privacy.steps import StepCharge, merge_charges
 from fedplat.pytorch.training import Learner
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import Cancelled, Client, ClientOptions, DataDirectoryError, PrivacyLimit, Task
@@ -63,6 +63,12 @@ def start() -> Parameters:
 
 def make_task(config: dict[str, Any] = CONFIG, **fields: Any) -> Task:
     return Task(name="digits", parameters=start(), config=config, job_id="job-1", **fields)
+
+
+def load_charges(ledger: PrivacyLedger) -> list[StepCharge]:
+    """What all jobs together have cost the dataset."""
+    entries = ledger._read().entries  # pyright: ignore[reportPrivateUsage]
+    return merge_charges(charge for each in entries for charge in each.charges)
 
 
 def opacus_epsilon(num_steps: int) -> float:
@@ -133,7 +139,7 @@ def test_a_client_refuses_past_its_own_limit_and_gives_a_reason(fleet_of: Fleet,
     assert [each.reason for each in fleet_of.fake.requests["Fail"]] == [model_pb2.REASON_PRIVACY_LIMIT] * 2
     assert fleet_of.failures[0].startswith("the training would exceed epsilon ")
     assert "the limit of the data's owner; nothing was computed" in fleet_of.failures[0]
-    assert PrivacyLedger(tmp_path / "data" / "privacy.json").load_charges("default") == [StepCharge(1.0, 0.25, 16)]
+    assert load_charges(PrivacyLedger(tmp_path / "data" / "privacy.json")) == [StepCharge(1.0, 0.25, 16)]
 
 
 def test_all_jobs_share_one_limit_and_each_job_gets_its_own_epsilon(fleet_of: Fleet) -> None:
@@ -156,7 +162,7 @@ def test_a_late_joiner_is_private_from_its_first_step(tmp_path: Path) -> None:
             return 20
 
         def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-            charged.append(ledger.load_charges("default"))
+            charged.append(load_charges(ledger))
             return torch.zeros(40), 0
 
     task = make_task(CONFIG | {"epochs": 1, "batch_size": 20}, round=70, ledger=ledger)
@@ -182,7 +188,7 @@ def test_a_crash_counts_the_whole_training(tmp_path: Path) -> None:
 
     task = make_task(CONFIG | {"batch_size": 4, "epochs": 10}, ledger=PrivacyLedger(path))
     trainer(dataset=Dying())(task)
-    assert PrivacyLedger(tmp_path / "left.json").load_charges("default") == [StepCharge(1.0, 1.0, 10)]
+    assert load_charges(PrivacyLedger(tmp_path / "left.json")) == [StepCharge(1.0, 1.0, 10)]
 
 
 def test_a_training_that_is_stopped_has_cost_the_steps_that_were_made() -> None:
@@ -200,13 +206,13 @@ def test_a_training_that_is_stopped_has_cost_the_steps_that_were_made() -> None:
     for partial_work, made in ((False, 4), (True, 2)):
         control = Control(training_timeout_s=15.0, options=ClientOptions(clock=lambda: now[0]))
         task = make_task(config | {"partial_work": partial_work}, ledger=ledger, control=control)
-        spent = sum(each.num_steps for each in ledger.load_charges("default"))
+        spent = sum(each.num_steps for each in load_charges(ledger))
         if partial_work:
             assert trainer(dataset=Slow())(task).metrics["private_steps"] == spent + made
         else:
             with pytest.raises(Cancelled):
                 trainer(dataset=Slow())(task)
-        assert ledger.load_charges("default") == [StepCharge(1.0, 1.0, spent + made)]
+        assert load_charges(ledger) == [StepCharge(1.0, 1.0, spent + made)]
 
 
 @pytest.mark.parametrize(
@@ -224,7 +230,7 @@ def test_what_the_owner_does_not_allow_is_declined(config: dict[str, Any], limit
     with pytest.raises(PrivacyLimitError, match=message):
         trainer(limit)(task)
     assert task.parameters == start()
-    assert task.ledger.load_charges("default") == []
+    assert load_charges(task.ledger) == []
 
 
 def test_evaluations_are_declined_unless_the_owner_allows_them() -> None:
@@ -237,7 +243,7 @@ def test_evaluations_are_declined_unless_the_owner_allows_them() -> None:
 def test_without_a_limit_private_jobs_are_counted_and_others_are_trained_for() -> None:
     task = make_task()
     assert trainer(None)(task).metrics["epsilon"] == pytest.approx(opacus_epsilon(8))
-    assert task.ledger.load_charges("default") == [PER_TASK]
+    assert load_charges(task.ledger) == [PER_TASK]
     plain = {name: value for name, value in CONFIG.items() if not name.startswith("dp")}
     assert "loss" in trainer(dataclasses.replace(LIMIT, required=False))(make_task(plain)).metrics
 

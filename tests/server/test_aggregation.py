@@ -16,7 +16,8 @@ from fedplat.job import parse_job
 from fedplat.rounds import AssignmentId, AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import Commit, Fold, Restart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
-from fedplat_server.aggregation.service import Aggregation
+from fedplat_server.aggregation.backend import LocalAggregation
+from fedplat_server.aggregation.service import Aggregation, AggregationParts
 from fedplat_server.errors import BlobFullError
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.spool import Spool
@@ -26,6 +27,9 @@ from support.jobs import job_file
 KEY = AttemptKey("j", 1, 1)
 UPDATE = update_of(initial_model(), 0).to_bytes()
 
+LOCAL = AggregationParts(lambda job, find_job, inputs, blobs: LocalAggregation(inputs, blobs))
+"""This process aggregates for all jobs."""
+
 
 class Bench:
     """An aggregation with one job, and the outcomes that it posts."""
@@ -34,7 +38,7 @@ class Bench:
         self.blobs = BlobStore(folder / "blobs")
         self.spool = Spool(folder / "uploads")
         self.outcomes: asyncio.Queue[AttemptAggregated | AggregationFailed] = asyncio.Queue()
-        self.aggregation = Aggregation(self.blobs, self.spool, self._find_version, self.outcomes.put_nowait)
+        self.aggregation = Aggregation(self.blobs, self.spool, self._find_version, self.outcomes.put_nowait, LOCAL)
         blob = self.blobs.put_chunks([initial_model().to_bytes()])
         version = ModelVersion(version=0, round=0, attempt=0, digest=blob.digest, size_bytes=blob.size_bytes)
         self.job = JobState("j", parse_job(job_file(goal=1)), version)

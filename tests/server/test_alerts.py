@@ -13,16 +13,15 @@ from fedplat.rounds.states import JobStatus
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server.coordination import alert_monitor, alerts
 from fedplat_server.coordination.alerts import (
-    Alert,
     AlertBook,
     JobFacts,
     RoundFacts,
     ServerFacts,
-    Severity,
     Spent,
     StoreFacts,
     WebhookFacts,
 )
+from fedplat_server.records.events import Alert, Severity
 from support import daemons
 from support.daemons import Site, initial_model, until, update_of
 from support.jobs import job_file

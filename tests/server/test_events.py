@@ -14,7 +14,7 @@ from fedplat.wire.v1 import admin_pb2, events_pb2
 from fedplat_server.coordination import event_feed
 from fedplat_server.coordination.event_feed import EventFeed
 from fedplat_server.database.store import Store, open_store
-from fedplat_server.records.events import EventRow
+from fedplat_server.records.events import Alert, EventRow, Severity
 from support import daemons, databases
 from support.daemons import Site
 from support.faulty_store import FaultyStore
@@ -23,15 +23,8 @@ from support.jobs import job_file
 pytestmark = pytest.mark.calm
 
 
-class AlertOfTest:
-    """What the events of an alert are made of."""
-
-    def __init__(self, number: int) -> None:
-        self.name, self.text, self.job_id, self.population = f"alert_{number}", "", "", ""
-
-
 async def raise_alert(store: Store | FaultyStore, number: int) -> None:
-    await store.events.record_alerts([AlertOfTest(number)], [])
+    await store.events.record_alerts([Alert(f"alert_{number}", Severity.WARNING, "", "")], [])
 
 
 def watch(

@@ -16,7 +16,7 @@ from fedplat_server.config import LeaseTimes
 from fedplat_server.database import engine
 from fedplat_server.database.engine import async_url, create_engine
 from fedplat_server.database.sql_leases import LeaseStore, open_leases
-from fedplat_server.errors import PUBLIC_MESSAGES, Code, LeadershipLostError, RefusedError, StoreUnavailableError
+from fedplat_server.errors import Code, LeadershipLostError, RefusedError, StoreUnavailableError
 from fedplat_server.leadership import NO_DATABASE, LeaseElection
 from fedplat_server.records import lease as rules
 from fedplat_server.records.lease import Candidate, HeldLease, Lease, LeaseReading
@@ -169,10 +169,10 @@ async def test_callers_are_told_that_the_database_is_down(database: str) -> None
     leases = Down(database)
     election, router = LeaseElection(leases, ONE, QUICK), Router(["a.Service"])
     router.explain = lambda: election.problem
-    assert await refusal_of(router) == PUBLIC_MESSAGES[Code.NO_LEADER]
+    assert await refusal_of(router) == Code.NO_LEADER.message
     electing = asyncio.create_task(election.elect(unfollowed))
     await leases.asked.wait()
-    assert await refusal_of(router) == f"{PUBLIC_MESSAGES[Code.NO_LEADER]}: {NO_DATABASE}"
+    assert await refusal_of(router) == f"{Code.NO_LEADER.message}: {NO_DATABASE}"
     leases.back.set()
     assert (await electing).lease.holder == "d-one"
     assert election.problem == ""

@@ -15,12 +15,12 @@ from grpc import aio
 from fedplat.model import Parameters
 from fedplat.privacy import Charge, Mechanism, accounting
 from fedplat.wire.v1 import admin_pb2, model_pb2
-from fedplat_server.database.ledger import LedgerRow
 from fedplat_server.verify.checker import verify
 from support import daemons
 from support.daemons import RawClient, Site
 from support.deadlines import DeadlineClock
 from support.jobs import job_file
+from support.ledgers import StoredRelease, list_releases
 
 CLIP = 2.0
 GOAL = 4
@@ -68,8 +68,8 @@ async def start(site: Site, text: str) -> str:
     return await site.operator.start(text, base())
 
 
-async def ledger(site: Site, job: str) -> list[LedgerRow]:
-    return await site.store.inner.ledger.list_releases(job)
+async def ledger(site: Site, job: str) -> list[StoredRelease]:
+    return await list_releases(site.store.inner, job)
 
 
 async def reopened(site: Site, clients: list[RawClient]) -> list[RawClient]:

@@ -17,6 +17,7 @@ from fedplat_server.verify.checker import verify
 from support import daemons, trees
 from support.daemons import Site
 from support.jobs import job_file
+from support.ledgers import list_releases
 from support.rollbacks import ZERO, model_of, play, roll_back, values
 from support.trees import CLIP, NOISE, SIZE
 
@@ -110,7 +111,7 @@ async def test_a_tree_of_noise_continues_over_a_rollback(folder: Path) -> None:
         assert (done.rule_state, done.job.restored_from) == ("latest", 1)
         latest = (await site.store.inner.jobs.list_versions(job))[-1].version
         assert (latest.state_digest, latest.round) == (before.state_digest, 0)
-        assert len(await site.store.inner.ledger.list_releases(job)) == 2
+        assert len(await list_releases(site.store.inner, job)) == 2
         await site.operator.jobs.ResumeJob(admin_pb2.JobRequest(job=job))
         client = await site.enroll(key="client 1")
         work = await client.assignment()
@@ -120,7 +121,7 @@ async def test_a_tree_of_noise_continues_over_a_rollback(folder: Path) -> None:
         path = folder / "blobs" / record.state_digest[:2] / record.state_digest[2:4] / record.state_digest
         _, scalars = state_from_bytes(path.read_bytes())
         assert scalars["tree step"] == 3.0
-        assert len(await site.store.inner.ledger.list_releases(job)) == 3
+        assert len(await list_releases(site.store.inner, job)) == 3
         models = [(await site.operator.model(job, version)).to_vector().astype(float) for version in range(5)]
         assert np.array_equal(models[3], models[1])
         steps = [models[1] - models[0], models[2] - models[1], models[4] - models[3]]

@@ -158,7 +158,7 @@ async def test_failures_and_abandoned_attempts_are_errors(folder: Path, receiver
 async def test_a_receiver_that_is_away_delays_no_round_and_loses_no_trace(
     folder: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attempt_traces.AttemptTraces.__init__, "__defaults__", (0.01, attempt_traces.time.time))
+    monkeypatch.setattr(attempt_traces, "RETRY_S", 0.01)
     receiver.refuses = True
     with capture_logs() as lines:
         async with traced(folder, receiver) as site:

@@ -18,9 +18,11 @@ from fedplat_server.instruments import Instruments
 from fedplat_server.records.events import (
     MAX_JITTER,
     RETRY_DELAYS_S,
+    Alert,
     DeliveryRecord,
     EventRow,
     SendResult,
+    Severity,
     WebhookRecord,
     after_attempt,
     new_secret,
@@ -76,15 +78,8 @@ async def receiver() -> AsyncGenerator[Receiver]:
         yield made
 
 
-class AlertOfTest:
-    """What the events of an alert are made of."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.text, self.job_id, self.population = name, f"about {name}", "", ""
-
-
 async def raise_alerts(store: Store, *names: str) -> None:
-    await store.events.record_alerts([AlertOfTest(name) for name in names], [])
+    await store.events.record_alerts([Alert(name, Severity.WARNING, f"about {name}", "") for name in names], [])
 
 
 async def add(store: Store, receiver: Receiver, number: int = 1) -> WebhookRecord:

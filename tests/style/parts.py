@@ -1,5 +1,7 @@
 """No class of the server receives more than a few parts: its arguments, and the fields of records of parts among them.
 
+A dataclass without `eq` is no record: its fields are what it receives.
+
 Only what builds a leader, in `leader/`, sees all its parts together.
 """
 
@@ -32,14 +34,18 @@ def check(sources: Sources) -> Iterator[Finding]:
 
 
 def _count(node: ast.ClassDef, records: Mapping[str, ast.ClassDef]) -> int:
-    if node.name in records:
-        fields = [each.annotation for each in node.body if isinstance(each, ast.AnnAssign)]
-        return sum(_weigh(annotation, records) for annotation in fields)
+    if node.name in records or any("eq=False" in ast.unparse(each) for each in node.decorator_list):
+        fields = [each for each in node.body if isinstance(each, ast.AnnAssign) and not _is_own(each)]
+        return sum(_weigh(field.annotation, records) for field in fields)
     for each in node.body:
         if isinstance(each, ast.FunctionDef) and each.name == "__init__":
             arguments = each.args.args[1:] + each.args.kwonlyargs
             return sum(_weigh(argument.annotation, records) for argument in arguments)
     return 0
+
+
+def _is_own(field: ast.AnnAssign) -> bool:
+    return field.value is not None and "init=False" in ast.unparse(field.value)
 
 
 def _weigh(annotation: ast.expr | None, records: Mapping[str, ast.ClassDef]) -> int:

@@ -242,6 +242,9 @@ def test_a_class_with_many_parts_is_found(path: str, num_fields: int, is_accepte
     fields = "".join(f"    part_{number}: Part\n" for number in range(num_fields))
     text = f"class AParts:\n{fields}class A:\n    def __init__(self, parts: AParts, *, other: Part) -> None: ...\n"
     assert [each.line for each in parts.check(Sources({path: text}))] == ([] if is_accepted else [num_fields + 2])
+    own = "    mine: Part = field(init=False)\n"
+    text = f"@dataclass(eq=False)\nclass A:\n    other: Part\n{fields}{own}"
+    assert [each.line for each in parts.check(Sources({path: text}))] == ([] if is_accepted else [2])
 
 
 def test_a_mark_of_a_row_that_is_absent_excused_or_computed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,8 @@ from fedplat.privacy import tree_sensitivity
 from fedplat.rounds import AssignmentId, AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import Commit, Fold
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
-from fedplat_server.aggregation.service import Aggregation
+from fedplat_server.aggregation.backend import LocalAggregation
+from fedplat_server.aggregation.service import Aggregation, AggregationParts
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.spool import Spool
 from support.raw_client import digest_of
@@ -77,6 +78,10 @@ def _sent_by_one(multiple: float) -> Parameters:
     return update
 
 
+LOCAL = AggregationParts(lambda job, find_job, inputs, blobs: LocalAggregation(inputs, blobs))
+"""This process aggregates for all jobs."""
+
+
 class Daemon:
     """A daemon's aggregation over real stores. Updates are received once, and folded in as many attempts as wanted."""
 
@@ -84,7 +89,7 @@ class Daemon:
         self.spec = spec
         self.blobs = BlobStore(folder / "blobs")
         self.spool = Spool(folder / "uploads")
-        self.aggregation = Aggregation(self.blobs, self.spool, self._find_version, self._on_ended)
+        self.aggregation = Aggregation(self.blobs, self.spool, self._find_version, self._on_ended, LOCAL)
         content = base_model().to_bytes()
         self.first = ModelVersion(0, 0, 0, self.blobs.put_chunks([content]).digest, len(content))
         self._jobs = (f"job-{number}" for number in itertools.count())

@@ -187,7 +187,7 @@ class Operator:
                 return
             except aio.AioRpcError as exc:
                 code = dict(exc.trailing_metadata() or ()).get(METADATA_CODE)
-                if STORM is None or code != Code.STORE_UNAVAILABLE:
+                if STORM is None or code != Code.STORE_UNAVAILABLE.name:
                     raise
             finally:
                 call.cancel()

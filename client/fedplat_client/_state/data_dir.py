@@ -24,7 +24,7 @@ import logging
 import os
 import urllib.parse
 import uuid
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from pathlib import Path
 
 import msgspec
@@ -116,9 +116,7 @@ class DataDirectory:
                 ) from exc
             yield
 
-    def load_identity(
-        self, ticket: Ticket | None = None, new_key: Callable[[], str] = lambda: uuid.uuid4().hex
-    ) -> Identity:
+    def load_identity(self, ticket: Ticket | None = None) -> Identity:
         """Return the stored identity, or store and return a new one.
 
         The identity is stored first, so a crash between the first Enroll call and its reply does not enroll twice. A
@@ -129,7 +127,7 @@ class DataDirectory:
             identity = _read(self._identity)
         except FileNotFoundError:
             self._set_key_aside()
-            identity = Identity(new_key(), self._server, self._population)
+            identity = Identity(uuid.uuid4().hex, self._server, self._population)
             self._save_with(identity, ticket)
             return self.load_identity()
         if ticket is not None and identity.tls and not ticket.tls:

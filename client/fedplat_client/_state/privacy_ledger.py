@@ -106,12 +106,6 @@ class PrivacyLedger:
                 self._write(self._with(content, dataset, job_id, charges))
             return charges
 
-    def load_charges(self, dataset: str) -> list[StepCharge]:
-        """Return what all jobs together have cost a dataset."""
-        with self._lock():
-            entries = self._read().entries
-        return steps.merge_charges(charge for entry in entries if entry.dataset == dataset for charge in entry.charges)
-
     def _of(self, content: _Content, dataset: str, job_id: str) -> list[StepCharge]:
         key = (dataset, self._job(job_id))
         return [charge for entry in content.entries if (entry.dataset, entry.job) == key for charge in entry.charges]

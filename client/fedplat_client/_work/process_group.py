@@ -23,11 +23,9 @@ class ProcessGroup(Protocol):
         self, trainers: Mapping[str, TrainFunction], evaluators: Mapping[str, EvaluateFunction], plugins: Plugins
     ) -> None:
         """Join the trainings and evaluations of the leading process until it ends."""
-        ...
 
     def release(self) -> None:
         """Let the following processes end."""
-        ...
 
 
 _groups: list[ProcessGroup] = []

@@ -43,12 +43,14 @@ from fedplat_client._work import process_group
 from fedplat_client.errors import Cancelled, ClientError
 from fedplat_client.task import EvaluateFunction, EvaluateResult, Scalar, Task, TrainFunction, TrainResult
 from fedplat_client.trainers.model_file import share_model
-from fedplat_client.trainers.strategy import AfterStep, Made, Precision, TrainingStrategy
+from fedplat_client.trainers.strategy import AfterStep, Made, TrainingStrategy
 
 _POLL_S = 0.05
 _MEET_S = 300.0
 """The timeout for all ranks to have started, where rank 0 has opened the store."""
 _CONTINUE, _END, _CANCELLED = b"on", b"end", b"cancelled"
+_NAMES = ("name", "job_id", "job_name", "round", "attempt")
+"""What an announcement has of its task, by the same names."""
 _logger = logging.getLogger(__name__)
 
 
@@ -124,16 +126,12 @@ class LaunchedGroup:
         # A training that may be late continues after its deadline.
         timeout_s = COLLECTIVE_S if task.control.may_be_late else min(COLLECTIVE_S, max(1.0, task.remaining_s))
         announcement = _Announcement(
-            name=task.name,
             evaluates=evaluates,
             shares_file=shares_file,
             config=dict(task.config),
-            job_id=task.job_id,
-            job_name=task.job_name,
-            round=task.round,
-            attempt=task.attempt,
             backend=backend,
             timeout_s=timeout_s,
+            **{name: getattr(task, name) for name in _NAMES},
         )
         self._publish(msgspec.msgpack.encode(announcement))
         with join_group(backend, timeout_s, self._group_store()) as ranks, self._name_failed_rank():
@@ -253,14 +251,6 @@ class MultiProcess(TrainingStrategy):
         self.device = ranks.device
         self.parameters = task.parameters
 
-    def make_trainee(self, learner: training.Learner, seed: int, precision: Precision) -> training.Trainee:
-        """Make the whole module."""
-        return training.Trainee(learner, self.device, seed)
-
-    def make_result(self, num_examples: int, metrics: Mapping[str, float]) -> TrainResult:
-        """Return the trained model."""
-        return TrainResult(parameters=self.parameters, num_examples=num_examples, metrics=metrics)
-
     def make_on_all(self, make: Callable[[], Made]) -> Made:
         """Return the result of `make` if it succeeds in all processes; otherwise all of them raise `TrainingError`."""
         return make_on_all_ranks(self._ranks, make)
@@ -313,15 +303,11 @@ def _receive_task(announcement: _Announcement, ranks: Ranks, plugins: Plugins) -
             parameters = _receive_parameters(sizes.model)
             notes = {name: _receive_parameters(size) for name, size in sizes.notes.items()}
         yield Task(
-            name=announcement.name,
             parameters=parameters,
             config=announcement.config,
-            job_id=announcement.job_id,
-            job_name=announcement.job_name,
-            round=announcement.round,
-            attempt=announcement.attempt,
             plugins=plugins,
             client_state=ClientState(notes),
+            **{name: getattr(announcement, name) for name in _NAMES},
         )
 
 

@@ -33,11 +33,10 @@ class TrainingStrategy(Protocol):
 
     def check(self, trainee: training.Trainee, num_examples: int) -> None:
         """Raise `ValueError` if there are too few examples for the processes."""
-        ...
 
     def make_trainee(self, learner: training.Learner, seed: int, precision: Precision) -> training.Trainee:
-        """Make the module, or this process's part of it. Raises `ValueError` if it cannot be divided."""
-        ...
+        """Make the module, or this process's part of it: here all. Raises `ValueError` if it cannot be divided."""
+        return training.Trainee(learner, self.device, seed)
 
     def make_gradients(self, seed: int) -> training.GradientComputation:
         """Return the gradient computation."""
@@ -45,7 +44,7 @@ class TrainingStrategy(Protocol):
 
     def make_result(self, num_examples: int, metrics: Mapping[str, float]) -> TrainResult:
         """Return the result of a training that has changed `parameters`."""
-        ...
+        return TrainResult(parameters=self.parameters, num_examples=num_examples, metrics=metrics)
 
     def after_step(self, after_step: AfterStep) -> AfterStep:
         """Return a callback that makes all processes follow the decision of one `after_step`: continue or stop."""
@@ -65,14 +64,6 @@ class SingleProcess(TrainingStrategy):
 
     def check(self, trainee: training.Trainee, num_examples: int) -> None:
         """Accept any number of examples."""
-
-    def make_trainee(self, learner: training.Learner, seed: int, precision: Precision) -> training.Trainee:
-        """Make the whole module."""
-        return training.Trainee(learner, self.device, seed)
-
-    def make_result(self, num_examples: int, metrics: Mapping[str, float]) -> TrainResult:
-        """Return the trained model."""
-        return TrainResult(parameters=self.parameters, num_examples=num_examples, metrics=metrics)
 
     def make_gradients(self, seed: int) -> training.GradientComputation:
         """Return the gradient computation of one process."""

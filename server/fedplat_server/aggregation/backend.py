@@ -50,7 +50,6 @@ class AggregationBackend(Protocol):
 
     async def fold(self, update: SpooledUpdate) -> None:
         """Add an update. Raises `ValueError` if the rule refuses it, and the errors of reading it."""
-        ...
 
     async def commit(self, draft: Path | None = None) -> Aggregate:
         """Compute the aggregate and store its files; with a `draft`, write the model there to be trained further.
@@ -62,7 +61,6 @@ class AggregationBackend(Protocol):
 
     async def close(self) -> None:
         """Release files, memory and ranks."""
-        ...
 
 
 async def run_to_the_end(function: Callable[..., _T], *arguments: object) -> _T:

@@ -30,7 +30,7 @@ from fedplat.rounds import AttemptKey, Change, JobState, ModelVersion
 from fedplat.rounds.commands import Commit, Fold, Restart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
 from fedplat_server import crash_points, logs, retries
-from fedplat_server.aggregation.backend import Aggregate, AggregationBackend, LocalAggregation
+from fedplat_server.aggregation.backend import Aggregate, AggregationBackend
 from fedplat_server.errors import BlobError, BlobUnavailableError, StoreUnavailableError, is_lasting
 from fedplat_server.storage.blobs import Blob, BlobStore
 from fedplat_server.storage.spool import Spool
@@ -52,20 +52,14 @@ class _OpenAttempt:
     task: asyncio.Task[None]
 
 
-def _open_local(
-    job: JobState, find_job: Callable[[], JobState], inputs: AttemptInputs, blobs: BlobStore
-) -> AggregationBackend:
-    return LocalAggregation(inputs, blobs)
-
-
 @dataclasses.dataclass(frozen=True)
 class AggregationParts:
     """The backends of all kinds of jobs, the server's trainers, and its plugins, which ranks import.
 
-    The defaults are for tests: this process aggregates for all jobs, and no job may have server steps.
+    Without trainers no job may have server steps.
     """
 
-    open_backend: OpenBackend = _open_local
+    open_backend: OpenBackend
     training: ServerTraining | None = None
     plugins: tuple[PluginReference, ...] = ()
 
@@ -79,10 +73,9 @@ class Aggregation:
         spool: Spool,
         find_version: FindVersion,
         post: Post,
-        parts: AggregationParts = AggregationParts(),
-        on_leftovers: Callable[[Sequence[str]], None] = lambda digests: None,
+        parts: AggregationParts,
     ) -> None:
-        self.on_leftovers = on_leftovers
+        self.on_leftovers: Callable[[Sequence[str]], None] = lambda digests: None
         """It gets the digests of an attempt's files when it is stored whether a version names them."""
         self._parts = parts
         self._blobs = blobs

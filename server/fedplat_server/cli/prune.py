@@ -7,13 +7,13 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
 
 from fedplat_server.cli.options import DEFAULT_DATA_DIR, Blobs, Database, DataDir, blob_place, database_url
 from fedplat_server.coordination import owner, retention
@@ -24,7 +24,7 @@ from fedplat_server.records import operators
 from fedplat_server.storage import data_dir as folder
 from fedplat_server.storage.blob_stores import BlobPlace
 from fedplat_server.storage.files import SET_ASIDE_FOLDER
-from fedplat_server.verify import checker, files
+from fedplat_server.verify import checker
 from fedplat_server.verify.checks import Report
 
 DAY_S = 86400.0
@@ -135,7 +135,7 @@ async def _remove(
 ) -> None:
     store = await open_store(url)
     try:
-        with _bar() as progress:
+        with _bar("removing", MofNCompleteColumn()) as progress:
             await retention.remove_obsolete(store, limits, plan, progress)
         if is_alone:
             blobs, _ = await owner.open_blobs(store, place, url)
@@ -145,10 +145,9 @@ async def _remove(
 
 
 @contextlib.contextmanager
-def _bar() -> Generator[retention.Progress]:
+def _bar(title: str, count: ProgressColumn) -> Generator[Callable[[int, int], None]]:
     """Show a progress bar on stderr, if that is a terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("removing"), BarColumn(), MofNCompleteColumn())
+    console, columns = Console(stderr=True), (TextColumn(title), BarColumn(), count)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
@@ -180,22 +179,11 @@ def verify_and_print(database: str, place: BlobPlace, spool: str, *, live: bool,
 
     `spool` is the daemons' `--spool`.
     """
-    with _verify_bar() as progress:
+    with _bar("reading blobs", DownloadColumn()) as progress:
         verifying = checker.verify(database, place.data_dir, progress, live=live, blobs=place, uploads=spool)
         report = asyncio.run(verifying)
     print(_as_json(report) if as_json else "\n".join(_report_lines(report)))
     return not report.findings
-
-
-@contextlib.contextmanager
-def _verify_bar() -> Generator[files.Progress]:
-    """Show a progress bar on stderr, if that is a terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("reading blobs"), BarColumn(), DownloadColumn())
-    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    with bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _report_lines(report: Report) -> list[str]:

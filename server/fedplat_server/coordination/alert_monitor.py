@@ -30,7 +30,7 @@ from fedplat_server.database.store import Store
 from fedplat_server.errors import LeadershipLostError, StoreError
 from fedplat_server.instruments import FullWrites
 from fedplat_server.records import events
-from fedplat_server.records.events import EventRow
+from fedplat_server.records.events import Alert, EventRow
 from fedplat_server.storage.object_store import StoreHealth
 
 EPSILON_INTERVAL_S = 60.0
@@ -70,7 +70,7 @@ class DiskSpace:
 
 
 class AlertMonitor:
-    """The alerts of a leading daemon. `now` is the clock of the coordinator's times, `unix_s` the wall clock.
+    """The alerts of a leading daemon. `now` is the clock of the coordinator's times.
 
     `find` returns a job with the problem of its plugins.
     """
@@ -81,13 +81,11 @@ class AlertMonitor:
         find: Callable[[str], JobRecord],
         accountant: Accountant,
         now: Callable[[], float],
-        unix_s: Callable[[], float] = time.time,
     ) -> None:
         self._coordinator = coordinator
         self._find = find
         self._accountant = accountant
         self._now = now
-        self._unix_s = unix_s
         self._days_left: Callable[[], float | None] = lambda: None
         self._renewal = ""
         self._full_writes = FullWrites()
@@ -139,7 +137,7 @@ class AlertMonitor:
         for change in changes:
             job, attempt = change.job, change.attempt
             if job.status is states.JobStatus.FAILED:
-                self._failed_unix_s.setdefault(job.job_id, self._unix_s())
+                self._failed_unix_s.setdefault(job.job_id, time.time())
             if job.status in states.ENDED_JOBS:
                 self._jobs.pop(job.job_id, None)
                 continue
@@ -163,22 +161,22 @@ class AlertMonitor:
             self._jobs[job_id] = _JobTimes(self._now(), self._now())
         return self._jobs[job_id]
 
-    def evaluate(self, disk: DiskSpace) -> Sequence[tuple[alerts.Alert, float]]:
+    def evaluate(self, disk: DiskSpace) -> Sequence[tuple[Alert, float]]:
         """Return the present alerts, the most severe first, each with the time since which it lasts."""
-        self._seen.update(self._find_alerts(disk), self._unix_s())
+        self._seen.update(self._find_alerts(disk), time.time())
         return self._seen.current
 
     def restore_alerts(self, raised: Iterable[tuple[alerts.Alert, float]]) -> None:
         """Continue with alerts that were raised before a restart, each with the time since which it lasts."""
         self._seen.load(raised)
 
-    def _find_alerts(self, disk: DiskSpace) -> list[alerts.Alert]:
+    def _find_alerts(self, disk: DiskSpace) -> list[Alert]:
         days_left, full_unix_s = self._days_left(), self._full_writes.last_unix_s
         server = alerts.ServerFacts(
             certificate_s=None if days_left is None else days_left * alerts.DAY_S,
             disk_free_bytes=disk.free_bytes,
             disk_total_bytes=disk.total_bytes,
-            full_s=None if full_unix_s is None else self._unix_s() - full_unix_s,
+            full_s=None if full_unix_s is None else time.time() - full_unix_s,
             num_full=self._full_writes.num,
             budgets=self._budgets,
             webhooks=self.failing_webhooks,
@@ -197,7 +195,7 @@ class AlertMonitor:
         problem = self._health.problem if self._health is not None else None
         if self._health is None or problem is None:
             return None
-        now = self._unix_s()
+        now = time.time()
         return alerts.StoreFacts(self._health.url, problem.text, now - problem.since_unix_s, now - problem.last_unix_s)
 
     def _concerns(self, job: JobState) -> bool:
@@ -230,7 +228,7 @@ class AlertMonitor:
             problem="" if has_failed else self._find(job.job_id).problem,
             spent=self._spent.get(job.job_id),
             exhausted=privacy_rules.describe_spent_budget(job) if job.round < spec.rounds else "",
-            failed_s=self._unix_s() - self._failed_unix_s[job.job_id] if has_failed else None,
+            failed_s=time.time() - self._failed_unix_s[job.job_id] if has_failed else None,
             option=training_of(job).client_option,
         )
 
@@ -296,15 +294,12 @@ WEBHOOK_FAILING_S = 3600.0
 
 
 class AlertRecorder:
-    """The background task. `unix_s` is the wall clock."""
+    """The background task."""
 
-    def __init__(
-        self, monitor: AlertMonitor, store: Store, data_dir: Path, unix_s: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, monitor: AlertMonitor, store: Store, data_dir: Path) -> None:
         self._monitor = monitor
         self._store = store
         self._data_dir = data_dir
-        self._unix_s = unix_s
         self._recorded = alerts.AlertBook()
         self._task: asyncio.Task[None] | None = None
 
@@ -323,7 +318,7 @@ class AlertRecorder:
 
     async def record(self) -> None:
         """Evaluate the alerts, and store the events of the changes since the last call."""
-        now = self._unix_s()
+        now = time.time()
         failing = await self._store.webhooks.find_failing_webhooks(now - WEBHOOK_FAILING_S)
         self._monitor.failing_webhooks = [
             alerts.WebhookFacts(

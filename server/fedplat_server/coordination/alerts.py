@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import IntEnum
 from typing import NamedTuple
 
 from fedplat.rounds.states import REASON_TEXTS, JobStatus, Reason
 from fedplat.texts import duration, format_count, shorten
+from fedplat_server.records.events import Alert, Severity
 
 DAY_S = 86_400.0
 STALLED_FACTOR = 3.0
@@ -32,33 +32,6 @@ FULL_S = 3600.0
 FAILED_S = DAY_S
 _MAX_REASON_BYTES = 600
 _PAUSED_BY_OPERATOR = REASON_TEXTS[Reason.JOB_PAUSED]
-
-
-class Severity(IntEnum):
-    """How urgent an alert is."""
-
-    WARNING = 1
-    CRITICAL = 2
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Alert:
-    """A condition: a sentence about what is wrong, and one about what to do.
-
-    `job_id` and `population` are empty if it is about the server itself.
-    """
-
-    name: str
-    severity: Severity
-    text: str
-    remedy: str
-    job_id: str = ""
-    population: str = ""
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """The identity of the alert: two with the same key are not raised at the same time."""
-        return self.name, self.job_id, self.population
 
 
 class RoundFacts(NamedTuple):

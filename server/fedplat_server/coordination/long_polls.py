@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Generator, Mapping
+from typing import TypeVar
 
 from fedplat.rounds import AttemptKey
 from fedplat.rounds.commands import Abort, Assign, Refuse, RetryWindow
@@ -20,7 +21,7 @@ from fedplat_server.coordination.runner import Runner
 from fedplat_server.database.clients import ClientRecord
 
 Answer = Assign | Refuse
-_Name = tuple[AttemptKey, str]
+_Key = TypeVar("_Key")
 
 
 class PendingCheckIn:
@@ -76,12 +77,24 @@ class PendingCheckIn:
             self._woken.set_result(None)
 
 
+@contextlib.contextmanager
+def list_event(events: dict[_Key, set[asyncio.Event]], key: _Key, event: asyncio.Event) -> Generator[asyncio.Event]:
+    """Yield an event, which is listed under a key within the block."""
+    events.setdefault(key, set()).add(event)
+    try:
+        yield event
+    finally:
+        events[key].remove(event)
+        if not events[key]:
+            del events[key]
+
+
 class LongPolls:
     """The pending calls, which commands of the coordinator answer."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, PendingCheckIn] = {}
-        self._working: dict[_Name, set[asyncio.Event]] = {}
+        self._working: dict[tuple[AttemptKey, str], set[asyncio.Event]] = {}
         self._steps: dict[AttemptKey, set[asyncio.Event]] = {}
 
     @contextlib.contextmanager
@@ -120,31 +133,15 @@ class LongPolls:
                 for event in events:
                     event.set()
 
-    @contextlib.contextmanager
-    def open_heartbeat(self, key: AttemptKey, client_id: str) -> Generator[asyncio.Event]:
+    def open_heartbeat(self, key: AttemptKey, client_id: str) -> contextlib.AbstractContextManager[asyncio.Event]:
         """Yield an event that is set when the client has to stop its work on an attempt."""
-        name, event = (key, client_id), asyncio.Event()
-        self._working.setdefault(name, set()).add(event)
-        try:
-            yield event
-        finally:
-            calls = self._working[name]
-            calls.remove(event)
-            if not calls:
-                del self._working[name]
+        return list_event(self._working, (key, client_id), asyncio.Event())
 
     @contextlib.contextmanager
     def open_step(self, key: AttemptKey, client_id: str) -> Generator[asyncio.Event]:
         """Yield an event that is set when the attempt begins a phase or ends, or the client has to stop."""
-        with self.open_heartbeat(key, client_id) as event:
-            self._steps.setdefault(key, set()).add(event)
-            try:
-                yield event
-            finally:
-                calls = self._steps[key]
-                calls.remove(event)
-                if not calls:
-                    del self._steps[key]
+        with self.open_heartbeat(key, client_id) as event, list_event(self._steps, key, event):
+            yield event
 
     def advance(self, key: AttemptKey) -> None:
         """Wake all clients that wait for the next step of an attempt."""

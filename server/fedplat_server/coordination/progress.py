@@ -125,7 +125,6 @@ class DownloadStore(Protocol):
 
     async def record_downloads(self, downloaded_unix_s: Mapping[AssignmentId, float]) -> None:
         """Store the times at which clients had the model; the first time is kept."""
-        ...
 
 
 class Downloads:

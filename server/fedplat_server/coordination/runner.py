@@ -58,7 +58,6 @@ class Timer(Protocol):
 
     def cancel(self) -> None:
         """Cancel the call."""
-        ...
 
 
 class Clock(Protocol):
@@ -78,7 +77,6 @@ class StoredObserver(Protocol):
 
     def on_stored(self, changes: Sequence[Change]) -> None:
         """Handle changes after they are stored and before their commands are executed."""
-        ...
 
 
 class Actor(StoredObserver, Protocol):
@@ -86,7 +84,6 @@ class Actor(StoredObserver, Protocol):
 
     def act(self, command: Command) -> None:
         """Execute a command."""
-        ...
 
 
 @dataclasses.dataclass(slots=True)

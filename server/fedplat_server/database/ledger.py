@@ -12,20 +12,6 @@ from fedplat.rounds.states import ENDED_JOBS, JobStatus
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LedgerRow:
-    """A release, which is a committed version of a private job. Without the number of participating clients.
-
-    With `privacy.trust = "none"` abandoned attempts are releases, too: attempts count them (`num_survivors`), and the
-    ledger has only those that made a version.
-    """
-
-    version: int
-    round: int
-    mechanism: Mechanism
-    unix_s: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Budget:
     """The maximum privacy loss of all private jobs of a population together."""
 

@@ -13,11 +13,12 @@ import msgspec
 import sqlalchemy
 from sqlalchemy.dialects import postgresql, sqlite
 
+from fedplat import rounds
 from fedplat.config.decoding import require_known
 from fedplat.config.loaded_plugins import PluginVersion, versions_to_builtins
 from fedplat.job import JobSpec, find_mechanism, is_unreadable, read_newer
 from fedplat.job.privacy import find_mechanism_of
-from fedplat.rounds import Assignment, AssignmentSet, Attempt, AttemptKey, HistoryRow, JobState, ModelVersion, influence
+from fedplat.rounds import influence
 from fedplat.rounds.protocols.base import find_training, training_of
 from fedplat.rounds.records import NO_ASSIGNMENTS, Claim, SecureMessages
 from fedplat.rounds.states import AssignmentState, JobStatus
@@ -57,7 +58,7 @@ def field_names(record: type[Any]) -> tuple[str, ...]:
     return record._fields  # of a NamedTuple
 
 
-def version_values(job_id: str, version: ModelVersion, unix_s: float) -> Values:
+def version_values(job_id: str, version: rounds.ModelVersion, unix_s: float) -> Values:
     """Return a row of `model_versions`."""
     return to_values(version) | {"job_id": job_id, "created_unix_s": unix_s, "metrics": {}}
 
@@ -65,10 +66,10 @@ def version_values(job_id: str, version: ModelVersion, unix_s: float) -> Values:
 def version_record(row: Row) -> VersionRecord:
     """Read a row of `model_versions`."""
     removed = row.model_removed_unix_s, row.state_removed_unix_s
-    return VersionRecord(to_record(row, ModelVersion), row.created_unix_s, row.metrics, *removed)
+    return VersionRecord(to_record(row, rounds.ModelVersion), row.created_unix_s, row.metrics, *removed)
 
 
-def ledger_values(job: JobState, version: ModelVersion, unix_s: float) -> Values | None:
+def ledger_values(job: rounds.JobState, version: rounds.ModelVersion, unix_s: float) -> Values | None:
     """Return the row of `ledger` for a version that a job's last attempt made; None if it is no private release."""
     num_survivors = job.attempt.num_survivors if job.attempt is not None else 0
     mechanism = find_mechanism_of(job.spec, num_survivors)
@@ -83,22 +84,24 @@ def ledger_values(job: JobState, version: ModelVersion, unix_s: float) -> Values
     }
 
 
-ATTEMPT_COLUMNS = tuple(name for name in Attempt.__struct_fields__ if name in tables.attempts.c)
+ATTEMPT_COLUMNS = tuple(name for name in rounds.Attempt.__struct_fields__ if name in tables.attempts.c)
 """The columns of `attempts` that have the names of the fields that they keep."""
 
 
-def attempt_values(attempt: Attempt, unix_s: float) -> Values:
+def attempt_values(attempt: rounds.Attempt, unix_s: float) -> Values:
     """Return a row of `attempts`, with `unix_s` as the time of its opening and, if it has ended, of its end."""
     times = {"opened_unix_s": unix_s, "ended_unix_s": None if attempt.is_open else unix_s}
     return attempt.key._asdict() | {name: getattr(attempt, name) for name in ATTEMPT_COLUMNS} | times
 
 
-def attempt(row: Row) -> Attempt:
+def attempt(row: Row) -> rounds.Attempt:
     """Read a row of `attempts`, without assignments and with times of zero."""
     kept = {name: getattr(row, name) for name in ATTEMPT_COLUMNS}
     kept["kind"] = newer_states.attempt_kind(row.kind)
     kept["phase"] = newer_states.attempt_phase(row.phase, has_ended=row.ended_unix_s is not None)
-    return Attempt(key=AttemptKey(row.job_id, row.round, row.number), opened_at=0.0, selection_ends_at=0.0, **kept)
+    return rounds.Attempt(
+        key=rounds.AttemptKey(row.job_id, row.round, row.number), opened_at=0.0, selection_ends_at=0.0, **kept
+    )
 
 
 def attempt_record(row: Row, groups: Sequence[Row]) -> AttemptRecord:
@@ -126,37 +129,28 @@ def _staleness(tally: Sequence[Row]) -> Staleness:
     return Staleness(sum(total for total, _, _ in groups) / number, max(most for _, _, most in groups))
 
 
-def assignment_values(assignment: Assignment, revision: int, epoch_unix_s: float, unix_s: float) -> Values:
+ASSIGNMENT_COLUMNS = tuple(name for name in rounds.Assignment.__struct_fields__ if name in tables.assignments.c)
+"""The columns of `assignments` that have the names of the fields that they keep."""
+
+
+def assignment_values(assignment: rounds.Assignment, revision: int, epoch_unix_s: float, unix_s: float) -> Values:
     """Return a row of `assignments` for an assignment that changed in this revision of its job, at `unix_s`.
 
     `epoch_unix_s` is the wall-clock time at which the clock of the assignment's times is 0.
     """
     key, folded_into, secure = assignment.key, assignment.folded_into, assignment.secure
     into = folded_into if folded_into != key else None
-    return {
+    kept = {name: getattr(assignment, name) for name in ASSIGNMENT_COLUMNS}
+    return kept | {
         "job_id": key.job_id,
         "round": key.round,
         "number": key.number,
-        "client_id": assignment.client_id,
-        "token_hash": assignment.token_hash,
-        "state": assignment.state,
-        "reason": assignment.reason,
-        "text": assignment.text,
-        "digest": assignment.digest,
-        "num_examples": assignment.num_examples,
-        "weight": assignment.weight,
-        "metrics": assignment.metrics,
-        "took_s": assignment.took_s,
         "reported_revision": revision if assignment.took_s is not None else None,
         "assigned_unix_s": epoch_unix_s + assignment.assigned_at,
         "deadline_unix_s": epoch_unix_s + assignment.deadline_at,
-        "report_number": assignment.report_number,
-        "update_bytes": assignment.update_bytes,
-        "base_version": assignment.base_version,
         "staleness": assignment.staleness if folded_into is not None else None,
         "into_round": into.round if into is not None else None,
         "into_number": into.number if into is not None else None,
-        "norm": assignment.norm,
         "uploading_unix_s": unix_s if assignment.state is AssignmentState.UPLOADING else None,
         "ended_unix_s": None if assignment.is_busy else unix_s,
         "secure_group": secure.group if secure is not None else None,
@@ -166,37 +160,27 @@ def assignment_values(assignment: Assignment, revision: int, epoch_unix_s: float
 
 def assignment(
     row: Row, epoch_unix_s: float | None = None, messages: Mapping[str, bytes] = MappingProxyType({})
-) -> Assignment:
+) -> rounds.Assignment:
     """Read a row of `assignments` with its attempt's `kind`, and with the client's messages by their kinds.
 
     Its times are on a clock that is 0 at `epoch_unix_s`; without it they are zero.
     """
     times = [row.assigned_unix_s, row.deadline_unix_s]
     assigned_at, deadline_at = [unix_s - epoch_unix_s if epoch_unix_s is not None else 0.0 for unix_s in times]
-    key = AttemptKey(row.job_id, row.round, row.number)
-    into = AttemptKey(row.job_id, row.into_round, row.into_number) if row.into_round is not None else key
-    return Assignment(
+    key = rounds.AttemptKey(row.job_id, row.round, row.number)
+    into = rounds.AttemptKey(row.job_id, row.into_round, row.into_number) if row.into_round is not None else key
+    kept = {name: getattr(row, name) for name in ASSIGNMENT_COLUMNS}
+    kept["state"] = newer_states.assignment_state(row.state, has_ended=row.ended_unix_s is not None)
+    kept["reason"] = newer_states.reason(row.reason)
+    kept["staleness"] = row.staleness or 0
+    return rounds.Assignment(
         key=key,
-        base_version=row.base_version,
-        folded_into=into if row.staleness is not None else None,
-        staleness=row.staleness or 0,
-        client_id=row.client_id,
         kind=newer_states.attempt_kind(row.kind),
-        token_hash=row.token_hash,
-        state=newer_states.assignment_state(row.state, has_ended=row.ended_unix_s is not None),
         assigned_at=assigned_at,
         deadline_at=deadline_at,
-        reason=newer_states.reason(row.reason),
-        text=row.text,
-        digest=row.digest,
-        num_examples=row.num_examples,
-        weight=row.weight,
-        metrics=row.metrics,
-        took_s=row.took_s,
-        report_number=row.report_number,
-        update_bytes=row.update_bytes,
-        norm=row.norm,
+        folded_into=into if row.staleness is not None else None,
         secure=_secure_messages(row, messages),
+        **kept,
     )
 
 
@@ -206,7 +190,7 @@ def _secure_messages(row: Row, messages: Mapping[str, bytes]) -> SecureMessages 
     return SecureMessages(row.secure_group, row.secure_position, **messages)
 
 
-def job_values(state: JobState) -> Values:
+def job_values(state: rounds.JobState) -> Values:
     """Return the mutable columns of `jobs`; of a job that was not read as a whole, without those that may be more."""
     values: Values = {
         "status": state.status,
@@ -241,20 +225,20 @@ class LastAttempt(NamedTuple):
     `unknown_state` names a state of theirs that only a newer release knows, if there is one.
     """
 
-    attempt: Attempt | None = None
-    carried_over: AssignmentSet = NO_ASSIGNMENTS
+    attempt: rounds.Attempt | None = None
+    carried_over: rounds.AssignmentSet = NO_ASSIGNMENTS
     unknown_state: str = ""
 
 
 def job_record(
-    row: Row, files: job_files.JobFileReader, latest: ModelVersion, last: LastAttempt, past: ReportHistory
+    row: Row, files: job_files.JobFileReader, latest: rounds.ModelVersion, last: LastAttempt, past: ReportHistory
 ) -> JobRecord:
     """Read a row of `jobs`, with the job's latest version, last attempt and reports from other tables."""
     spec, problem = files.read(row)
     kept, unread = _read_kept(row, spec)
     if (unknown := last.unknown_state or unread) and not is_unreadable(spec):
         spec, problem = read_newer(row.job_file, row.privacy), unknown
-    state = JobState(
+    state = rounds.JobState(
         job_id=row.job_id,
         spec=spec,
         latest=latest,
@@ -323,11 +307,11 @@ def may_be_secure(row: Row) -> bool:
     return "secure_aggregation" in row.job_file
 
 
-def history_values(job_id: str, row: HistoryRow, unix_s: float) -> Values:
+def history_values(job_id: str, row: rounds.HistoryRow, unix_s: float) -> Values:
     """Return a row of `history`."""
     return to_values(row) | {"job_id": job_id, "unix_s": unix_s}
 
 
 def history_record(row: Row) -> HistoryRecord:
     """Read a row of `history`."""
-    return HistoryRecord(row.sequence, row.unix_s, to_record(row, HistoryRow))
+    return HistoryRecord(row.sequence, row.unix_s, to_record(row, rounds.HistoryRow))

@@ -14,7 +14,7 @@ from fedplat.rounds import Assignment, AssignmentId, AttemptKey
 from fedplat.rounds.states import OPEN_STATES, AssignmentState, Reason
 from fedplat.texts import shorten
 from fedplat_server.database import newer_states, rows
-from fedplat_server.database.tables import assignments, attempts, clients, jobs
+from fedplat_server.database.tables import SAME_ATTEMPT, assignments, attempts, clients, jobs
 from fedplat_server.database.tallies import counts_for
 from fedplat_server.database.transactions import Database
 
@@ -45,8 +45,7 @@ class AssignmentStore:
         self, which: AssignmentFilter, *, after: AssignmentPlace | None = None, limit: int | None = None
     ) -> list[AssignmentRecord]:
         """Return the first `limit` assignments after a position, in the order of the filter."""
-        same = and_(*(assignments.c[name] == attempts.c[name] for name in ("job_id", "round", "number")))
-        query = select(assignments, attempts.c.kind).join(attempts, same).where(*_matches(which)).limit(limit)
+        query = select(assignments, attempts.c.kind).join(attempts, SAME_ATTEMPT).where(*_matches(which)).limit(limit)
         if after is not None:
             query = query.where(_is_later(which, after))
         return [_record(row) for row in await self._database.fetch(query.order_by(*_order(which)))]

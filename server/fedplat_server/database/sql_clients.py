@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import sqlalchemy
-from sqlalchemy import Connection, and_, func, select
+from sqlalchemy import Connection, func, select
 
 from fedplat.rounds.states import OPEN_STATES
 from fedplat_server import crash_points
@@ -24,7 +24,7 @@ from fedplat_server.database.clients import (
 )
 from fedplat_server.database.sql_audit import append_entries
 from fedplat_server.database.sql_events import append_events
-from fedplat_server.database.tables import STILL_OPEN, assignments, attempts, clients, enrollment_tokens
+from fedplat_server.database.tables import SAME_ATTEMPT, STILL_OPEN, assignments, attempts, clients, enrollment_tokens
 from fedplat_server.database.transactions import Clock, Database
 from fedplat_server.errors import EnrollmentConflictError, StoreError
 from fedplat_server.records.audit import AuditEntry
@@ -271,10 +271,9 @@ class ClientStore:
 
 def _between_steps() -> sqlalchemy.Select[Any]:
     """Return a query for the open assignments that are not `STILL_OPEN`: only those of open attempts can be."""
-    same = and_(*(assignments.c[name] == attempts.c[name] for name in ("job_id", "round", "number")))
     return (
         select(assignments.c.client_id)
-        .join(attempts, same)
+        .join(attempts, SAME_ATTEMPT)
         .where(attempts.c.ended_unix_s.is_(None), assignments.c.state.in_(OPEN_STATES))
     )
 

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, func, select
 from fedplat_server.database import rows
 from fedplat_server.database.tables import STILL_PENDING, deliveries, event_head, events, webhooks
 from fedplat_server.database.transactions import Clock, Database, appended_rows
-from fedplat_server.records.events import AlertFacts, DeliveryState, EventEntry, EventRow, EventType, alert_event
+from fedplat_server.records.events import Alert, DeliveryState, EventEntry, EventRow, EventType, alert_event
 
 # Built once: each round executes it.
 _ADVANCE = (
@@ -89,7 +89,7 @@ class EventStore:
         (row,) = await self._database.fetch(select(event_head.c.last_sequence))
         return row.last_sequence
 
-    async def record_alerts(self, raised: Sequence[AlertFacts], ended: Sequence[AlertFacts]) -> None:
+    async def record_alerts(self, raised: Sequence[Alert], ended: Sequence[Alert]) -> None:
         """Append the events of alerts that were raised, and of those that have ended."""
         entries = [alert_event(EventType.ALERT_RAISED, alert) for alert in raised]
         entries += [alert_event(EventType.ALERT_ENDED, alert) for alert in ended]

@@ -40,6 +40,7 @@ from fedplat_server.database.sql_events import append_events
 from fedplat_server.database.tables import (
     OF_ROUNDS,
     ONE_COMMIT,
+    SAME_ATTEMPT,
     STILL_OPEN,
     assignments,
     attempts,
@@ -235,7 +236,7 @@ class JobStore:
         mine = assignments.c
         query = (
             select(mine.client_id, mine.round, mine.number, mine.num_examples, mine.took_s, mine.metrics)
-            .join(attempts, _same_attempt())
+            .join(attempts, SAME_ATTEMPT)
             .where(mine.job_id == job_id, mine.round >= rounds.start, mine.round < rounds.stop)
             .where(attempts.c.kind.in_(HAVE_UPDATES))
             .order_by(mine.round, mine.number, mine.reported_revision.is_(None), mine.reported_revision, mine.client_id)
@@ -389,8 +390,7 @@ def _are(columns: Sequence[sqlalchemy.ColumnElement[Any]], row: rows.Row) -> sql
 
 def _with_kind() -> sqlalchemy.Select[Any]:
     """Return a query for assignments, each with the kind of the attempt that created it."""
-    same = [assignments.c[name] == attempts.c[name] for name in ("job_id", "round", "number")]
-    return select(assignments, attempts.c.kind).join(attempts, sqlalchemy.and_(*same))
+    return select(assignments, attempts.c.kind).join(attempts, SAME_ATTEMPT)
 
 
 def _last_attempt(connection: Connection, job_id: str, epoch_unix_s: float) -> rows.LastAttempt:
@@ -409,7 +409,7 @@ def _last_attempt(connection: Connection, job_id: str, epoch_unix_s: float) -> r
 def _durations(connection: Connection, job_id: str) -> tuple[float, ...]:
     query = (
         select(assignments.c.took_s)
-        .join(attempts, _same_attempt())
+        .join(attempts, SAME_ATTEMPT)
         .where(assignments.c.job_id == job_id, assignments.c.reported_revision.is_not(None))
         .where(attempts.c.kind.in_(HAVE_UPDATES))
         .order_by(assignments.c.reported_revision.desc())
@@ -423,7 +423,7 @@ def _claims(connection: Connection, job_id: str) -> tuple[Claim, ...]:
     """Return the last training report of each of the `MAX_CLAIMS` clients that reported last, oldest first."""
     last = (
         select(assignments.c.client_id, func.max(assignments.c.reported_revision).label("revision"))
-        .join(attempts, _same_attempt())
+        .join(attempts, SAME_ATTEMPT)
         .where(assignments.c.job_id == job_id, assignments.c.reported_revision.is_not(None))
         .where(attempts.c.kind.in_(HAVE_UPDATES))
         .group_by(assignments.c.client_id)
@@ -439,8 +439,3 @@ def _claims(connection: Connection, job_id: str) -> tuple[Claim, ...]:
         .order_by(assignments.c.reported_revision)
     )
     return tuple(Claim(*row) for row in connection.execute(query))
-
-
-def _same_attempt() -> sqlalchemy.ColumnElement[bool]:
-    """Return the condition that joins assignments to the attempts that created them."""
-    return and_(*(assignments.c[name] == attempts.c[name] for name in ("job_id", "round", "number")))

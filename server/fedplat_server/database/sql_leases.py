@@ -48,11 +48,11 @@ def require_term(connection: Connection, term: int) -> None:
         raise LeadershipLostError(f"another daemon leads in term {found}; the term of this daemon was {term}")
 
 
-async def open_leases(database: str, timeout_s: float = TIMEOUT_S) -> LeaseStore:
+async def open_leases(database: str) -> LeaseStore:
     """Open the lease of a database. Raises the errors of `open_store`."""
     url = async_url(database)
     await schema.require_usable(url)
-    return LeaseStore(create_engine(url, timeout_s=timeout_s))
+    return LeaseStore(create_engine(url, timeout_s=TIMEOUT_S))
 
 
 class LeaseStore:

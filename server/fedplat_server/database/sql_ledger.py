@@ -12,7 +12,7 @@ from fedplat.privacy import Charge
 from fedplat.rounds.states import ENDED_JOBS, JobStatus
 from fedplat_server.database import rows
 from fedplat_server.database.job_files import JobFileReader
-from fedplat_server.database.ledger import Account, Budget, LedgerRow, Population, decode_mechanism
+from fedplat_server.database.ledger import Account, Budget, Population, decode_mechanism
 from fedplat_server.database.sql_audit import append_entries
 from fedplat_server.database.sql_events import append_events
 from fedplat_server.database.tables import attempts, jobs, ledger, populations
@@ -29,12 +29,6 @@ class LedgerStore:
         self._database = database
         self._clock = clock
         self._files = files
-
-    async def list_releases(self, job_id: str) -> list[LedgerRow]:
-        """Return the releases of a job, oldest first."""
-        query = select(ledger).where(ledger.c.job_id == job_id).order_by(ledger.c.version)
-        found = await self._database.fetch(query)
-        return [LedgerRow(row.version, row.round, decode_mechanism(row.mechanism), row.unix_s) for row in found]
 
     async def load_population(self, name: str) -> Population:
         """Return a population; an unknown one is empty."""

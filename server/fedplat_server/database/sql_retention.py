@@ -12,6 +12,7 @@ from fedplat_server import crash_points
 from fedplat_server.database import rows
 from fedplat_server.database.jobs import Removable, RetainedVersions
 from fedplat_server.database.tables import (
+    SAME_ATTEMPT,
     STILL_OPEN,
     assignments,
     attempts,
@@ -99,12 +100,7 @@ class RetentionStore:
 
     async def list_old_attempts(self, job_id: str, before_unix_s: float, limit: int = BATCH) -> list[AttemptKey]:
         """Return the oldest attempts that still have a history, ended before a time and have no open assignment."""
-        busy = select(assignments.c.client_id).where(
-            assignments.c.job_id == attempts.c.job_id,
-            assignments.c.round == attempts.c.round,
-            assignments.c.number == attempts.c.number,
-            STILL_OPEN,
-        )
+        busy = select(assignments.c.client_id).where(SAME_ATTEMPT, STILL_OPEN)
         query = (
             select(attempts.c.round, attempts.c.number)
             .where(attempts.c.job_id == job_id, attempts.c.ended_unix_s < before_unix_s)

@@ -31,6 +31,7 @@ from fedplat_server.records.events import (
     parse_url,
 )
 
+_PROGRESS = ("state", "num_attempts", "result", "last_unix_s", "next_unix_s")
 _TOO_MANY = f"there were more than {MAX_PENDING:,} pending deliveries"
 
 
@@ -179,8 +180,7 @@ class WebhookStore:
             deliveries.c.event_sequence == delivery.event.sequence,
             STILL_PENDING,
         )
-        names = ("state", "num_attempts", "result", "last_unix_s", "next_unix_s")
-        mine = mine.values({name: getattr(delivery, name) for name in names})
+        mine = mine.values({name: getattr(delivery, name) for name in _PROGRESS})
 
         def transaction(connection: Connection) -> None:
             if connection.execute(tried).rowcount:
@@ -226,15 +226,10 @@ class WebhookStore:
 
 
 def _webhook(row: rows.Row, pending: rows.Row | None = None) -> WebhookRecord:
+    kept: rows.Values = {name: getattr(row, name) for name in rows.field_names(WebhookRecord) if name in webhooks.c}
+    kept["types"] = tuple(row.types)
     return WebhookRecord(
-        webhook_id=row.webhook_id,
-        url=row.url,
-        types=tuple(row.types),
-        secret=row.secret,
-        created_unix_s=row.created_unix_s,
-        last_result=row.last_result,
-        last_unix_s=row.last_unix_s,
-        failing_since_unix_s=row.failing_since_unix_s,
+        **kept,
         num_pending=pending.total if pending is not None else 0,
         oldest_unix_s=(pending.unix_s or 0.0) if pending is not None else 0.0,
     )
@@ -246,12 +241,6 @@ def _with_event() -> sqlalchemy.Select[Any]:
 
 
 def _delivery(row: rows.Row) -> DeliveryRecord:
-    return DeliveryRecord(
-        webhook_id=row.webhook_id,
-        event=rows.to_record(row, EventRow),
-        state=DeliveryState(row.state),
-        num_attempts=row.num_attempts,
-        result=row.result,
-        last_unix_s=row.last_unix_s,
-        next_unix_s=row.next_unix_s,
-    )
+    progress: rows.Values = {name: getattr(row, name) for name in _PROGRESS}
+    progress["state"] = DeliveryState(row.state)
+    return DeliveryRecord(webhook_id=row.webhook_id, event=rows.to_record(row, EventRow), **progress)

@@ -201,7 +201,6 @@ class Transactions(Protocol):
 
     async def close(self) -> None:
         """Wait for running transactions and close all connections."""
-        ...
 
 
 def driver_for_url(url: URL) -> Transactions:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 
-from fedplat.wire.v1 import admin_pb2_grpc, fleet_pb2_grpc
+from fedplat.wire.v1 import admin_pb2_grpc, events_pb2_grpc, fleet_pb2_grpc
 from fedplat_server.auth.addresses import Origins
 from fedplat_server.auth.authentication import Authenticator
 from fedplat_server.auth.enrollment import Enrollments, Trust
@@ -17,24 +17,24 @@ from fedplat_server.database.engine import async_url
 from fedplat_server.leader.parts import LeaderParts
 from fedplat_server.rpc import serving
 from fedplat_server.rpc.admission import Admission
-from fedplat_server.rpc.check_in import AssignmentMessages, CheckInParts, CheckInService
-from fedplat_server.rpc.client_access import AssignmentFinder, ClientAccess, ClientAccessParts
-from fedplat_server.rpc.client_models import ClientModels, ClientModelsParts
-from fedplat_server.rpc.clients import ClientsParts, ClientsService, FleetView
-from fedplat_server.rpc.enrollment import EnrollmentParts, EnrollmentService
+from fedplat_server.rpc.check_in import AssignmentMessages, CheckInService
+from fedplat_server.rpc.client_access import AssignmentFinder, ClientAccess
+from fedplat_server.rpc.client_models import ClientModels
+from fedplat_server.rpc.clients import ClientsService, FleetView
+from fedplat_server.rpc.enrollment import EnrollmentService
 from fedplat_server.rpc.events import EventsService
-from fedplat_server.rpc.fleet import FleetParts, FleetService
-from fedplat_server.rpc.job_models import JobModelsParts, JobModelsService
-from fedplat_server.rpc.job_rounds import JobRoundsParts, JobRoundsService
+from fedplat_server.rpc.fleet import FleetService
+from fedplat_server.rpc.job_models import JobModelsService
+from fedplat_server.rpc.job_rounds import JobRoundsService
 from fedplat_server.rpc.job_view import JobView
-from fedplat_server.rpc.jobs import JobFiles, JobsParts, JobsService
-from fedplat_server.rpc.operator_access import OperatorAccess, OperatorAccessParts
-from fedplat_server.rpc.operators import OperatorsParts, OperatorsService, StatusFacts
+from fedplat_server.rpc.jobs import JobFiles, JobsService
+from fedplat_server.rpc.operator_access import OperatorAccess
+from fedplat_server.rpc.operators import OperatorsService, StatusFacts
 from fedplat_server.rpc.privacy import PrivacyService
-from fedplat_server.rpc.report_intake import ReportIntake, ReportIntakeParts
+from fedplat_server.rpc.report_intake import ReportIntake
 from fedplat_server.rpc.routing.router import LocalRoute
 from fedplat_server.rpc.webhooks import WebhooksService
-from fedplat_server.rpc.working_clients import WorkingClientsParts, WorkingClientsService
+from fedplat_server.rpc.working_clients import WorkingClientsService
 from fedplat_server.storage.read_cache import InlineModels
 
 
@@ -44,37 +44,36 @@ def make_route(parts: LeaderParts) -> LocalRoute:
     origins = Origins(mandate.config.trusted_proxies, mandate.lease.secret)
     authenticator = Authenticator(coordination.audit, coordination.clients)
     access = ClientAccess(
-        ClientAccessParts(
-            authenticator=authenticator,
-            clients=coordination.clients,
-            quotas=coordination.quotas,
-            max_calls=mandate.config.limits.max_calls,
-            origins=origins,
-            peers=mandate.endpoint.peers,
-            gateway_secret=mandate.lease.secret,
-        )
+        authenticator=authenticator,
+        clients=coordination.clients,
+        quotas=coordination.quotas,
+        max_calls=mandate.config.limits.max_calls,
+        origins=origins,
+        peers=mandate.endpoint.peers,
+        gateway_secret=mandate.lease.secret,
     )
     enrollments = Enrollments(store.clients, coordination.clients, lambda: Trust.of(mandate.endpoint.certificates))
     operator_access = OperatorAccess(
-        OperatorAccessParts(
-            store=store.operators,
-            quotas=coordination.quotas,
-            origins=origins,
-            audit=coordination.audit,
-            delay_s=mandate.config.limits.refusal_delay_s,
-        )
+        store=store.operators,
+        quotas=coordination.quotas,
+        origins=origins,
+        audit=coordination.audit,
+        delay_s=mandate.config.limits.refusal_delay_s,
     )
-    made = serving.Handlers(
-        fleet=_make_fleet(parts, access, authenticator, enrollments),
-        jobs=_make_jobs(parts),
-        clients=_make_clients(parts, enrollments),
-        operators=_make_operators(parts),
-        privacy=PrivacyService(coordination.jobs, store.ledger, parts.production.budgets),
-        events=EventsService(coordination.jobs, store.events, parts.records.event_feed, coordination.draining),
-        webhooks=WebhooksService(parts.records.webhooks, store),
-    )
-    reads = mandate.endpoint.reads
-    return serving.route(made, Admission(operator_access, access.read_claim, origins, reads, parts.files.memory))
+    privacy = PrivacyService(coordination.jobs, store.ledger, parts.production.budgets)
+    events = EventsService(coordination.jobs, store.events, parts.records.event_feed, coordination.draining)
+    others = [
+        functools.partial(admin_pb2_grpc.add_JobsServicer_to_server, _make_jobs(parts)),
+        functools.partial(admin_pb2_grpc.add_ClientsServicer_to_server, _make_clients(parts, enrollments)),
+        functools.partial(admin_pb2_grpc.add_OperatorsServicer_to_server, _make_operators(parts)),
+        functools.partial(admin_pb2_grpc.add_PrivacyServicer_to_server, privacy),
+        functools.partial(events_pb2_grpc.add_EventsServicer_to_server, events),
+        functools.partial(
+            events_pb2_grpc.add_WebhooksServicer_to_server, WebhooksService(parts.records.webhooks, store)
+        ),
+    ]
+    admission = Admission(operator_access, access.read_claim, origins, mandate.endpoint.reads, parts.files.memory)
+    return serving.route(_make_fleet(parts, access, authenticator, enrollments), others, admission)
 
 
 def _make_fleet(
@@ -84,30 +83,27 @@ def _make_fleet(
     limits, store, instruments = mandate.config.limits, mandate.store, mandate.metrics.instruments
     finder = AssignmentFinder(coordination.runner, store.jobs)
     models = ClientModels(
-        ClientModelsParts(
-            access=access,
-            runner=coordination.runner,
-            store=store.jobs,
-            blobs=files.blobs,
-            chunks=files.chunks,
-            inline_models=InlineModels(files.blobs),
-            downloads=parts.records.downloads,
-            instruments=instruments,
-        )
+        access=access,
+        runner=coordination.runner,
+        store=store.jobs,
+        blobs=files.blobs,
+        chunks=files.chunks,
+        inline_models=InlineModels(files.blobs),
+        downloads=parts.records.downloads,
+        instruments=instruments,
     )
     intake = ReportIntake(
-        ReportIntakeParts(
-            limits=limits,
-            runner=coordination.runner,
-            finder=finder,
-            halves=halves,
-            memory=files.memory,
-            spool=files.spool,
-            blobs=files.blobs,
-            quotas=coordination.quotas,
-        )
+        limits=limits,
+        runner=coordination.runner,
+        finder=finder,
+        halves=halves,
+        memory=files.memory,
+        spool=files.spool,
+        blobs=files.blobs,
+        quotas=coordination.quotas,
     )
-    identity = EnrollmentParts(
+    identity = functools.partial(
+        EnrollmentService,
         access=access,
         authenticator=authenticator,
         enrollments=enrollments,
@@ -118,7 +114,8 @@ def _make_fleet(
         mtls_port=mandate.endpoint.mtls_port,
     )
     is_tracing = mandate.endpoint.tracing is not None
-    free = CheckInParts(
+    free = functools.partial(
+        CheckInService,
         access=access,
         limits=limits,
         presence=Presence(coordination.clients, parts.records.availability, coordination.progress),
@@ -128,7 +125,8 @@ def _make_fleet(
         instruments=instruments,
         draining=coordination.draining,
     )
-    working = WorkingClientsParts(
+    working = functools.partial(
+        WorkingClientsService,
         access=access,
         finder=finder,
         limits=limits,
@@ -137,7 +135,8 @@ def _make_fleet(
         progress=coordination.progress,
         downloads=parts.records.downloads,
     )
-    results = FleetParts(
+    results = functools.partial(
+        FleetService,
         access=access,
         finder=finder,
         quotas=coordination.quotas,
@@ -147,13 +146,7 @@ def _make_fleet(
         models=models,
         conflicts=Conflicts(store.audit),
     )
-    return serving.combine(
-        fleet_pb2_grpc.FleetServicer,
-        functools.partial(EnrollmentService, identity),
-        functools.partial(CheckInService, free),
-        functools.partial(WorkingClientsService, working),
-        functools.partial(FleetService, results),
-    )
+    return serving.combine(fleet_pb2_grpc.FleetServicer, identity, free, working, results)
 
 
 def _make_jobs(parts: LeaderParts) -> admin_pb2_grpc.JobsServicer:
@@ -161,7 +154,8 @@ def _make_jobs(parts: LeaderParts) -> admin_pb2_grpc.JobsServicer:
     config, store, jobs, runner = mandate.config, mandate.store, coordination.jobs, coordination.runner
     view = JobView(jobs, store.jobs, production.halves, coordination.progress, coordination.clients, runner)
     max_bytes, trainers = config.limits.max_job_file_bytes, sorted(config.trainers)
-    commands = JobsParts(
+    commands = functools.partial(
+        JobsService,
         jobs=jobs,
         view=view,
         files=JobFiles(config.plugins.table, max_bytes, production.evaluation.names, trainers, production.halves),
@@ -171,10 +165,18 @@ def _make_jobs(parts: LeaderParts) -> admin_pb2_grpc.JobsServicer:
         budgets=production.budgets,
         blobs=files.blobs,
     )
-    models = JobModelsParts(
-        jobs=jobs, view=view, store=store, runner=runner, blobs=files.blobs, chunks=files.chunks, limits=config.limits
+    models = functools.partial(
+        JobModelsService,
+        jobs=jobs,
+        view=view,
+        store=store,
+        runner=runner,
+        blobs=files.blobs,
+        chunks=files.chunks,
+        limits=config.limits,
     )
-    rounds = JobRoundsParts(
+    rounds = functools.partial(
+        JobRoundsService,
         jobs=jobs,
         view=view,
         store=store,
@@ -183,28 +185,21 @@ def _make_jobs(parts: LeaderParts) -> admin_pb2_grpc.JobsServicer:
         evaluation=production.evaluation,
         draining=coordination.draining,
     )
-    return serving.combine(
-        admin_pb2_grpc.JobsServicer,
-        functools.partial(JobsService, commands),
-        functools.partial(JobModelsService, models),
-        functools.partial(JobRoundsService, rounds),
-    )
+    return serving.combine(admin_pb2_grpc.JobsServicer, commands, models, rounds)
 
 
 def _make_clients(parts: LeaderParts, enrollments: Enrollments) -> ClientsService:
     coordination, store = parts.coordination, parts.mandate.store
     counter = FleetCounter(store.fleet, asyncio.get_running_loop().time)
     return ClientsService(
-        ClientsParts(
-            store=store.clients,
-            runner=coordination.runner,
-            limits=parts.mandate.config.limits,
-            clients=coordination.clients,
-            enrollments=enrollments,
-            revocation=Revocation(store.clients, coordination.clients, coordination.runner, coordination.long_polls),
-            progress=coordination.progress,
-            fleet=FleetView(counter, store.fleet, parts.records.availability, coordination.runner),
-        )
+        store=store.clients,
+        runner=coordination.runner,
+        limits=parts.mandate.config.limits,
+        clients=coordination.clients,
+        enrollments=enrollments,
+        revocation=Revocation(store.clients, coordination.clients, coordination.runner, coordination.long_polls),
+        progress=coordination.progress,
+        fleet=FleetView(counter, store.fleet, parts.records.availability, coordination.runner.coordinator),
     )
 
 
@@ -219,13 +214,11 @@ def _make_operators(parts: LeaderParts) -> OperatorsService:
         plugins=mandate.config.plugins.versions,
     )
     return OperatorsService(
-        OperatorsParts(
-            facts=facts,
-            lease=mandate.lease,
-            certificates=mandate.endpoint.certificates,
-            store=mandate.store,
-            runner=parts.coordination.runner,
-            alerts=parts.records.alerts,
-            full_writes=mandate.metrics.instruments.full_writes,
-        )
+        facts=facts,
+        lease=mandate.lease,
+        certificates=mandate.endpoint.certificates,
+        store=mandate.store,
+        runner=parts.coordination.runner,
+        alerts=parts.records.alerts,
+        full_writes=mandate.metrics.instruments.full_writes,
     )

@@ -40,7 +40,7 @@ from fedplat_server.messages.memory import UploadMemory
 from fedplat_server.metrics.service import MetricsService
 from fedplat_server.protocols.half import HalfParts
 from fedplat_server.protocols.registry import KindParts, ServerHalves
-from fedplat_server.protocols.relay import RelayParts
+from fedplat_server.protocols.relay import Relay
 from fedplat_server.protocols.steps import StepPolls
 from fedplat_server.records.lease import Lease
 from fedplat_server.rpc import serving
@@ -103,7 +103,7 @@ class Files:
     """That of the object store for updates, if there is one."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Production:
     """What makes versions, scores them and removes old ones."""
 
@@ -114,7 +114,7 @@ class Production:
     retention: RetentionTask
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Records:
     """What shows and stores how the server and its jobs fare."""
 
@@ -223,9 +223,7 @@ async def _make_production(
     # already, have the same files from the same updates, and be about to name them in a version.
     stack.push_async_callback(retention.close)
     aggregation.on_leftovers = retention.schedule_blobs
-    return Production(
-        budgets=budgets, halves=halves, evaluation=evaluation, aggregation=aggregation, retention=retention
-    )
+    return Production(budgets, halves, evaluation, aggregation, retention)
 
 
 def _make_kind_parts(mandate: Mandate, coordination: Coordination, files: Files, training: ServerTraining) -> KindParts:
@@ -238,7 +236,8 @@ def _make_kind_parts(mandate: Mandate, coordination: Coordination, files: Files,
         ),
         calls=StepPolls(runner, store.jobs, coordination.clients, coordination.long_polls, coordination.quotas),
         secure=SecureAttempts(files.blobs, store.clients, store.audit),
-        relay=RelayParts(
+        make_relay=lambda list_waiting: Relay(
+            list_waiting=list_waiting,
             limits=config.limits,
             coordinator=runner.coordinator,
             quotas=coordination.quotas,
@@ -295,15 +294,7 @@ def _make_records(
     stack.push_async_callback(event_feed.close)
     webhooks = DeliveryTask(store, WebhookSender(list(map(parse_network, config.webhook_networks))), instruments)
     stack.push_async_callback(webhooks.close)
-    return Records(
-        availability=availability,
-        alerts=alerts,
-        alert_recorder=alert_recorder,
-        downloads=downloads,
-        traces=traces,
-        event_feed=event_feed,
-        webhooks=webhooks,
-    )
+    return Records(availability, alerts, alert_recorder, downloads, traces, event_feed, webhooks)
 
 
 def _make_alerts(

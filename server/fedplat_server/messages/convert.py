@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
+from google.protobuf.message import Message
 from msgspec import structs
 
 from fedplat.codecs import container
@@ -25,7 +28,9 @@ from fedplat.texts import shorten
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
 from fedplat_server.coordination.progress import ProgressSummary
 from fedplat_server.database.jobs import AttemptRecord, HistoryRecord, JobRecord, VersionRecord
+from fedplat_server.database.rows import field_names
 
+_Message = TypeVar("_Message", bound=Message)
 REASONS: Mapping[Reason, model_pb2.Reason.ValueType] = {
     reason: model_pb2.Reason.Value(f"REASON_{reason.name}") for reason in Reason
 }
@@ -35,6 +40,16 @@ KINDS = {kind: admin_pb2.AttemptKind.Value(f"ATTEMPT_KIND_{kind.name}") for kind
 _PHASES = {phase: admin_pb2.AttemptPhase.Value(f"ATTEMPT_PHASE_{phase.name}") for phase in AttemptPhase}
 _ANNOUNCED_PHASES = frozenset({AttemptPhase.COLLECTING, AttemptPhase.EXCHANGING, AttemptPhase.REDUCING})
 """Phases in which only silos of a decentralised job are ADVERTISED."""
+
+
+def encode(message: type[_Message], record: object, **others: Any) -> _Message:
+    """Return a message with the fields of a record that have the same names, and with others. None is left unset."""
+    return message(**{name: getattr(record, name) for name in _shared_names(message, type(record))} | others)
+
+
+@functools.cache
+def _shared_names(message: type[Message], record: type[Any]) -> list[str]:
+    return [name for name in field_names(record) if name in message.DESCRIPTOR.fields_by_name]
 
 
 def reason_from_wire(value: model_pb2.Reason.ValueType) -> Reason | None:
@@ -109,17 +124,8 @@ def plugins(versions: Iterable[PluginVersion]) -> list[admin_pb2.Plugin]:
 def progress(summary: ProgressSummary) -> admin_pb2.AttemptProgress:
     """Encode the progress of the clients of an attempt."""
     step = summary.step
-    return admin_pb2.AttemptProgress(
-        num_training=summary.num_training,
-        num_uploading=summary.num_uploading,
-        num_known=summary.num_known,
-        median=summary.median,
-        minimum=summary.minimum,
-        slowest_client_id=summary.slowest_client_id,
-        step=admin_pb2.StepProgress(phase=_PHASES[step.phase], num_done=step.num_done, num_wanted=step.num_wanted)
-        if step is not None
-        else None,
-    )
+    encoded = encode(admin_pb2.StepProgress, step, phase=_PHASES[step.phase]) if step is not None else None
+    return encode(admin_pb2.AttemptProgress, summary, step=encoded)
 
 
 _NUMBERS = tuple(
@@ -202,18 +208,11 @@ def without_state(version: ModelVersion) -> ModelVersion:
 def event(record: HistoryRecord) -> admin_pb2.JobEvent:
     """Encode a row of the history."""
     row = record.row
-    return admin_pb2.JobEvent(
+    return encode(
+        admin_pb2.JobEvent,
+        row,
         sequence=record.sequence,
         unix_s=record.unix_s,
-        entity=row.entity,
-        round=row.round,
-        attempt=row.attempt,
-        client_id=row.client_id,
-        from_state=row.from_state,
-        to_state=row.to_state,
         reason=shorten(row.reason),
-        metrics=dict(row.metrics),
         kind=KINDS[AttemptKind(row.kind)] if row.kind else admin_pb2.ATTEMPT_KIND_UNSPECIFIED,
-        update_bytes=row.update_bytes,
-        norm=row.norm,
     )

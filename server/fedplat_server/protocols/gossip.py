@@ -138,8 +138,6 @@ class GossipHalf(StepsHalf[steps.SiloMessage]):
     def show(self, job: JobState) -> admin_pb2.Job:
         return admin_pb2.Job(num_rounds=job.spec.rounds, exchange=_show_exchange(job))
 
-    # --- what silos report -----------------------------------------------------------------------------------
-
     @override
     def _read(self, client: ClientRecord, assignment: Assignment, request: fleet_pb2.StepRequest) -> steps.SiloMessage:
         message, limit = request.gossip, steps.MAX_MESSAGE_BYTES
@@ -199,8 +197,6 @@ class GossipHalf(StepsHalf[steps.SiloMessage]):
         own = steps.Contact(client.client_id, client.public_key, model.address, model.relay_key, model.relay_signature)
         self._waiting.setdefault(job_id, {})[client.client_id] = own
         self._calls.long_polls.advance(attempt.key)
-
-    # --- what silos have to do -------------------------------------------------------------------------------
 
     @override
     async def _find_input(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from fedplat.job import JobSpec
@@ -18,7 +17,7 @@ from fedplat_server.protocols.evaluation import EvaluationHalf, WarmStartHalf
 from fedplat_server.protocols.flower_app import FlowerAppHalf
 from fedplat_server.protocols.gossip import GossipHalf
 from fedplat_server.protocols.half import HalfParts, ServerHalf
-from fedplat_server.protocols.relay import Relay, RelayParts
+from fedplat_server.protocols.relay import ListWaiting, Relay
 from fedplat_server.protocols.secure import SecureHalf
 from fedplat_server.protocols.silence import SilenceMonitor
 from fedplat_server.protocols.ssp import StaleSynchronousHalf
@@ -32,7 +31,7 @@ class KindParts:
     common: HalfParts
     calls: StepPolls
     secure: SecureAttempts
-    relay: RelayParts
+    make_relay: Callable[[ListWaiting], Relay]
     clients: ClientStore
     flower: FlowerRuns
 
@@ -44,7 +43,7 @@ def _make_plain(parts: KindParts) -> ServerHalf:
 def _make_gossip(parts: KindParts) -> ServerHalf:
     runner, clock = parts.calls.runner, asyncio.get_running_loop().time
     silence = SilenceMonitor(runner.coordinator, parts.calls.clients, runner.post, clock)
-    return GossipHalf(parts.common, parts.calls, parts.clients, functools.partial(Relay, parts.relay), silence)
+    return GossipHalf(parts.common, parts.calls, parts.clients, parts.make_relay, silence)
 
 
 HALVES: Mapping[str, Callable[[KindParts], ServerHalf]] = {

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-from collections.abc import AsyncIterator, Callable, Collection, Generator
+from collections.abc import AsyncIterator, Callable, Collection
 from pathlib import Path
 
 from fedplat import durable
@@ -17,6 +17,7 @@ from fedplat.secure_aggregation.relay import sealed_bytes
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.auth.rate_limits import Quotas
 from fedplat_server.config import Limits
+from fedplat_server.coordination.long_polls import list_event
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import memory, streams, validation
 from fedplat_server.messages.memory import UploadMemory
@@ -31,37 +32,32 @@ ListWaiting = Callable[[str], Collection[str]]
 """A function of a job's id that returns the silos that wait for a mean in the relay."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RelayParts:
-    """The parts that the relay uses."""
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class Relay:
+    """Receives files from silos and sends them to their receivers. `list_waiting` returns who waits for a mean."""
 
+    list_waiting: ListWaiting
     limits: Limits
     coordinator: Coordinator
     quotas: Quotas
     memory: UploadMemory
     relay: RelayStore
     chunks: Chunks
-
-
-class Relay:
-    """Receives files from silos and sends them to their receivers. `list_waiting` returns who waits for a mean."""
-
-    def __init__(self, parts: RelayParts, list_waiting: ListWaiting) -> None:
-        self._parts = parts
-        self._list_waiting = list_waiting
-        self._waiting: dict[RelayedFile, set[asyncio.Event]] = {}
+    _waiting: dict[RelayedFile, set[asyncio.Event]] = dataclasses.field(
+        default_factory=dict[RelayedFile, set[asyncio.Event]], init=False
+    )
 
     async def keep(self, attempts: Collection[AttemptKey], known: Collection[str]) -> None:
         """Remove the files of known attempts that are not among these; see `RelayStore.keep`."""
-        await asyncio.to_thread(self._parts.relay.keep, attempts, known)
+        await asyncio.to_thread(self.relay.keep, attempts, known)
 
     def follow(self, attempt: Attempt) -> None:
         """Delete the files that a stored attempt makes obsolete."""
-        self._parts.relay.follow(attempt)
+        self.relay.follow(attempt)
 
     async def close(self) -> None:
         """Wait for pending deletions."""
-        await self._parts.relay.close()
+        await self.relay.close()
 
     async def receive(
         self, assignment: Assignment, header: fleet_pb2.UploadHeader, messages: AsyncIterator[streams.UploadMessage]
@@ -70,7 +66,7 @@ class Relay:
 
         Raises `RefusedError`, also for a file that the job does not need from this silo.
         """
-        parts, key = self._parts, _key(assignment, header.receiver, header.name)
+        key = _key(assignment, header.receiver, header.name)
         limit = self._find_limit(assignment, key)
         if limit is None:
             raise RefusedError(Code.STALE_ASSIGNMENT, "no silo waits for this file")
@@ -81,12 +77,12 @@ class Relay:
 
         async def contents() -> AsyncIterator[durable.Bytes]:
             async for part in messages:
-                parts.quotas.upload(assignment.client_id, key.attempt, total_limit, len(part.data))
+                self.quotas.upload(assignment.client_id, key.attempt, total_limit, len(part.data))
                 yield part.data
 
         size_bytes = min(max(header.size_bytes - header.offset, 0), memory.UPLOAD_BYTES)
-        async with parts.memory.uploads.share(size_bytes):
-            open_upload = functools.partial(parts.relay.open, key)
+        async with self.memory.uploads.share(size_bytes):
+            open_upload = functools.partial(self.relay.open, key)
             is_wanted = functools.partial(self._is_wanted, assignment, key)
             received = await streams.receive(open_upload, header, contents(), is_wanted)
         if received == header.size_bytes:
@@ -97,53 +93,41 @@ class Relay:
     async def count_received(self, assignment: Assignment, request: fleet_pb2.QueryUploadRequest) -> int:
         """Return the number of bytes of a file that were received, where its upload resumes."""
         key, digest = _key(assignment, request.receiver, request.name), validation.digest(request.digest)
-        return await asyncio.to_thread(self._parts.relay.count_received, key, digest)
+        return await asyncio.to_thread(self.relay.count_received, key, digest)
 
     async def send(self, assignment: Assignment, request: fleet_pb2.DownloadRequest) -> AsyncIterator[bytes]:
         """Yield a file for a silo, as messages `Chunk`; wait for it at most `request.wait_s`. Raises `RefusedError`."""
         key = RelayedFile(assignment.key, _name(request.sender), assignment.client_id, _name(request.name))
-        path = await self._wait(key, validation.wait_s(request.wait_s, self._parts.limits))
+        path = await self._wait(key, validation.wait_s(request.wait_s, self.limits))
         size_bytes = (await asyncio.to_thread(path.stat)).st_size
         if request.offset > size_bytes:
             text = f"the offset is {request.offset}, but the file has {size_bytes} bytes"
             raise RefusedError(Code.WRONG_OFFSET, text)
-        async with contextlib.aclosing(self._parts.chunks.messages(path, request.offset, size_bytes)) as messages:
+        async with contextlib.aclosing(self.chunks.messages(path, request.offset, size_bytes)) as messages:
             async for message in messages:
                 yield message
 
     async def _wait(self, key: RelayedFile, wait_s: float) -> Path:
-        with self._arrival(key) as arrived:
-            path = await asyncio.to_thread(self._parts.relay.find, key)
+        with list_event(self._waiting, key, asyncio.Event()) as arrived:
+            path = await asyncio.to_thread(self.relay.find, key)
             if path is None:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(arrived.wait(), wait_s)
-                path = await asyncio.to_thread(self._parts.relay.find, key)
+                path = await asyncio.to_thread(self.relay.find, key)
         if path is None:
             raise RefusedError(Code.NOT_SENT_YET)
         return path
-
-    @contextlib.contextmanager
-    def _arrival(self, key: RelayedFile) -> Generator[asyncio.Event]:
-        """Yield an event that is set when the file has arrived."""
-        event = asyncio.Event()
-        self._waiting.setdefault(key, set()).add(event)
-        try:
-            yield event
-        finally:
-            self._waiting[key].discard(event)
-            if not self._waiting[key]:
-                del self._waiting[key]
 
     def _is_wanted(self, assignment: Assignment, key: RelayedFile) -> bool:
         return self._find_limit(assignment, key) is not None
 
     def _find_limit(self, assignment: Assignment, key: RelayedFile) -> int | None:
         """Return the bytes that a file may have; None if the silo may not send it now."""
-        job = self._parts.coordinator.jobs[key.attempt.job_id]
+        job = self.coordinator.jobs[key.attempt.job_id]
         current, state = job.find(*assignment.id), find_state(job)
         if state is None or current is None or not current.is_busy:
             return None
-        waiting = self._list_waiting(job.job_id)
+        waiting = self.list_waiting(job.job_id)
         mean_bytes = job.latest.size_bytes
         size_bytes = steps.relayed_bytes(state, key.sender, key.receiver, key.name, waiting, mean_bytes)
         return None if size_bytes is None else sealed_bytes(size_bytes)
@@ -153,11 +137,11 @@ class Relay:
 
         It depends on no single file: what a silo sends in an attempt is counted together.
         """
-        job = self._parts.coordinator.jobs[key.attempt.job_id]
+        job = self.coordinator.jobs[key.attempt.job_id]
         state = state_of(job)
         own = state.announced.get(key.sender)
         largest = max(own.size_bytes if own is not None else 0, job.latest.size_bytes)
-        num_files = len(state.announced) + len(self._list_waiting(job.job_id)) + 2 * max(state.attempt, 1)
+        num_files = len(state.announced) + len(self.list_waiting(job.job_id)) + 2 * max(state.attempt, 1)
         return num_files * sealed_bytes(largest)
 
 

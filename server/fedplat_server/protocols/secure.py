@@ -121,8 +121,6 @@ class SecureHalf(StepsHalf[fleet_pb2.SecureMessage]):
     ) -> MaskedAggregation:
         return MaskedAggregation(find_job, inputs, blobs, self._secure)
 
-    # --- its steps --------------------------------------------------------------------------------------------
-
     @override
     def _read(
         self, client: ClientRecord, assignment: Assignment, request: fleet_pb2.StepRequest

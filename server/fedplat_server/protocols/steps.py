@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from typing import ClassVar, Generic, Literal, TypeVar
@@ -39,17 +40,15 @@ Find = Callable[[JobState, Assignment], Awaitable[tuple[fleet_pb2.StepResponse, 
 """A function that returns the response for an assignment, and whether the client gets it at once."""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class StepPolls:
     """The calls of clients that take steps, whatever the kind of their jobs: how long they wait, and what they send."""
 
-    def __init__(
-        self, runner: Runner, store: JobStore, clients: ClientDirectory, long_polls: LongPolls, quotas: Quotas
-    ) -> None:
-        self.runner = runner
-        self.clients = clients
-        self.long_polls = long_polls
-        self._store = store
-        self._quotas = quotas
+    runner: Runner
+    store: JobStore
+    clients: ClientDirectory
+    long_polls: LongPolls
+    quotas: Quotas
 
     def job(self, job_id: str) -> JobState:
         """Return the coordinator's state of an existing job."""
@@ -63,7 +62,7 @@ class StepPolls:
             with self.long_polls.open_step(*before.id) as changed:
                 job = self.job(before.key.job_id)
                 # Not in the job's state any more: another attempt has begun since.
-                current = job.find(*before.id) or await self._store.find_assignment(before.token_hash)
+                current = job.find(*before.id) or await self.store.find_assignment(before.token_hash)
                 if current is None:
                     return refuse()
                 response, is_next = await find(job, current)
@@ -78,7 +77,7 @@ class StepPolls:
         if num_bytes > limit:
             text = f"the message has {num_bytes} bytes; at most {limit} are accepted in this step"
             raise RefusedError(Code.TOO_LARGE, text)
-        self._quotas.step(assignment.client_id, assignment.key, num_messages * limit, num_bytes)
+        self.quotas.step(assignment.client_id, assignment.key, num_messages * limit, num_bytes)
 
 
 class StepsHalf(ServerHalf, ABC, Generic[_Message]):

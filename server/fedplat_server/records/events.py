@@ -18,8 +18,7 @@ import json
 import re
 import secrets
 from collections.abc import Mapping
-from enum import StrEnum
-from typing import Protocol
+from enum import IntEnum, StrEnum
 from urllib.parse import urlsplit
 
 from fedplat.rounds import Change, HistoryRow
@@ -97,31 +96,34 @@ class EventRow:
     text: str = ""
 
 
-class AlertFacts(Protocol):
-    """The properties of an alert that its events contain."""
+class Severity(IntEnum):
+    """How urgent an alert is."""
+
+    WARNING = 1
+    CRITICAL = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Alert:
+    """A condition: a sentence about what is wrong, and one about what to do.
+
+    `job_id` and `population` are empty if it is about the server itself.
+    """
+
+    name: str
+    severity: Severity
+    text: str
+    remedy: str
+    job_id: str = ""
+    population: str = ""
 
     @property
-    def name(self) -> str:
-        """The kind of condition, such as "certificate_expiring"."""
-        ...
-
-    @property
-    def text(self) -> str:
-        """A sentence that describes the problem."""
-        ...
-
-    @property
-    def job_id(self) -> str:
-        """The affected job, if there is one."""
-        ...
-
-    @property
-    def population(self) -> str:
-        """The affected population, if there is one."""
-        ...
+    def key(self) -> tuple[str, str, str]:
+        """The identity of the alert: two with the same key are not raised at the same time."""
+        return self.name, self.job_id, self.population
 
 
-def alert_event(type_: EventType, alert: AlertFacts) -> EventEntry:
+def alert_event(type_: EventType, alert: Alert) -> EventEntry:
     """Return the event of an alert that was raised or has ended."""
     return EventEntry(type_, job_id=alert.job_id, population=alert.population, subject=alert.name, text=alert.text)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
 from typing import Any, NamedTuple
@@ -179,45 +180,38 @@ class ReadPermit:
         return message
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Admission:
     """Admits calls of clients and of operators. Raises `RefusedError` for others.
 
     `read_claim` returns the client that a call claims to be. The message is needed to verify that: it is signed, too.
     """
 
-    def __init__(
-        self,
-        operator_access: OperatorAccess,
-        read_claim: Callable[[str, Context], Awaitable[str]],
-        origins: Origins,
-        reads: Reads,
-        memory: UploadMemory,
-    ) -> None:
-        self._operator_access = operator_access
-        self._read_claim = read_claim
-        self._origins = origins
-        self._reads = reads
-        self._memory = memory
+    operator_access: OperatorAccess
+    read_claim: Callable[[str, Context], Awaitable[str]]
+    origins: Origins
+    reads: Reads
+    memory: UploadMemory
 
     @contextlib.asynccontextmanager
     async def admit(self, method: str, context: Context) -> AsyncGenerator[ReadPermit]:
         """Admit a call; hold its share of the upload memory until it ends."""
         service, _, name = method.removeprefix("/").partition("/")
         if service != FLEET:
-            operator = await self._operator_access.admit(method, context)
-            read = self._reads.read_identified(f"operator {operator}", method)
+            operator = await self.operator_access.admit(method, context)
+            read = self.reads.read_identified(f"operator {operator}", method)
         elif name in NEWCOMERS:
-            caller = _find_caller(self._origins, context)
+            caller = _find_caller(self.origins, context)
             await _signal_gateway(context)
-            yield ReadPermit(self._reads.read_newcomer(caller))
+            yield ReadPermit(self.reads.read_newcomer(caller))
             return
         else:
-            read = self._reads.read_identified(await self._read_claim(method, context), method)
+            read = self.reads.read_identified(await self.read_claim(method, context), method)
         if name not in LARGE:
             await _signal_gateway(context)
             yield ReadPermit(read)
             return
-        async with self._memory.reports.share(interceptor.max_bytes(method)) as share:
+        async with self.memory.reports.share(interceptor.max_bytes(method)) as share:
             await _signal_gateway(context)
             yield ReadPermit(read, share, is_poll=name == "Step")
 

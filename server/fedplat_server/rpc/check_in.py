@@ -66,9 +66,9 @@ class AssignmentMessages:
         return message
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckInParts:
-    """The parts that `CheckInService` uses."""
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class CheckInService(fleet_pb2_grpc.FleetServicer):
+    """The method with which a free client waits for an assignment."""
 
     access: ClientAccess
     limits: Limits
@@ -80,22 +80,15 @@ class CheckInParts:
     draining: asyncio.Event
     """It is set when the daemon stops: clients get no more assignments."""
 
-
-class CheckInService(fleet_pb2_grpc.FleetServicer):
-    """The method with which a free client waits for an assignment."""
-
-    def __init__(self, parts: CheckInParts) -> None:
-        self._parts = parts
-
     @override
     async def CheckIn(self, request: fleet_pb2.CheckInRequest, context: Context) -> fleet_pb2.CheckInResponse:
         validation.protocol_version(request.protocol_version)
-        client = await self._parts.access.begin_call(context)
-        labels = validation.labels(request.labels, self._parts.limits)
-        trainers = validation.names(request.trainers, "trainer", self._parts.limits)
-        evaluators = validation.names(request.evaluators, "evaluator", self._parts.limits)
+        client = await self.access.begin_call(context)
+        labels = validation.labels(request.labels, self.limits)
+        trainers = validation.names(request.trainers, "trainer", self.limits)
+        evaluators = validation.names(request.evaluators, "evaluator", self.limits)
         version = validation.text(request.software_version, 100)
-        client = await self._parts.presence.note(client, labels, version, Offer(trainers, evaluators))
+        client = await self.presence.note(client, labels, version, Offer(trainers, evaluators))
         response = fleet_pb2.CheckInResponse(protocol_version=wire.PROTOCOL_VERSION, software_version=__version__)
         if reason := self._refuse_if_draining():
             response.refusal.CopyFrom(convert.refusal(reason, DRAINING))
@@ -107,15 +100,15 @@ class CheckInService(fleet_pb2_grpc.FleetServicer):
             labels=labels,
             trainers=trainers,
             evaluators=evaluators,
-            codecs=validation.names(request.codecs, "codec", self._parts.limits),
-            algorithms=validation.names(request.algorithms, "algorithm", self._parts.limits),
-            features=validation.names(request.features, "feature", self._parts.limits),
+            codecs=validation.names(request.codecs, "codec", self.limits),
+            algorithms=validation.names(request.algorithms, "algorithm", self.limits),
+            features=validation.names(request.features, "feature", self.limits),
             session=client.session_number,
         )
-        wait_s = validation.wait_s(request.wait_s, self._parts.limits)
-        command = await wait_for_work(self._parts.runner, self._parts.long_polls, event, wait_s)
-        assignment = await self._parts.messages.make(command) if isinstance(command, Assign) else None
-        await self._parts.access.require(client)  # it may have been revoked while it waited
+        wait_s = validation.wait_s(request.wait_s, self.limits)
+        command = await wait_for_work(self.runner, self.long_polls, event, wait_s)
+        assignment = await self.messages.make(command) if isinstance(command, Assign) else None
+        await self.access.require(client)  # it may have been revoked while it waited
         reason = None
         if assignment is not None:
             response.assignment.CopyFrom(assignment)
@@ -128,10 +121,10 @@ class CheckInService(fleet_pb2_grpc.FleetServicer):
         return response
 
     def _refuse_if_draining(self) -> Reason | None:
-        return Reason.DRAINING if self._parts.draining.is_set() else None
+        return Reason.DRAINING if self.draining.is_set() else None
 
     def _count_check_in(self, client: ClientRecord, reason: Reason | None) -> None:
-        instruments = self._parts.instruments
+        instruments = self.instruments
         if instruments.populations.is_hidden(client.population):
             return
         result = "assigned" if reason is None else reason.value.lower()

@@ -28,9 +28,9 @@ _RENEWAL = "/fedplat.wire.v1.Fleet/RenewCertificate"
 _T = TypeVar("_T")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ClientAccessParts:
-    """The parts that `ClientAccess` uses."""
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class ClientAccess:
+    """Admits the calls of clients."""
 
     authenticator: Authenticator
     clients: ClientDirectory
@@ -42,19 +42,12 @@ class ClientAccessParts:
     gateway_secret: str
     """What proves that a call comes from a gateway of this leader."""
 
-
-class ClientAccess:
-    """Admits the calls of clients."""
-
-    def __init__(self, parts: ClientAccessParts) -> None:
-        self._parts = parts
-
     async def begin_call(self, context: Context) -> ClientRecord:
         """Return the calling client, whose call counts as open until it ends. Raises `RefusedError`."""
         client = await self.charge_failures(self._authenticate(context), context)
         logs.bind(client=client.client_id)
-        self._parts.quotas.request(client.client_id)
-        end_call = self._parts.clients.begin_call(client.client_id, self._parts.max_calls)
+        self.quotas.request(client.client_id)
+        end_call = self.clients.begin_call(client.client_id, self.max_calls)
 
         def on_done(_: object) -> None:
             end_call()
@@ -64,7 +57,7 @@ class ClientAccess:
 
     async def require(self, client: ClientRecord) -> None:
         """Raise `RefusedError` if a client was revoked while its call waited."""
-        await self._parts.clients.find(client.client_id)
+        await self.clients.find(client.client_id)
 
     async def read_claim(self, method: str, context: Context) -> str:
         """Return the client that a call claims to be. Raises `RefusedError`, before a message is read, without one."""
@@ -72,7 +65,7 @@ class ClientAccess:
 
     def network_of(self, context: Context) -> str:
         """Return the network of a caller."""
-        return self._parts.origins.of(context).network
+        return self.origins.of(context).network
 
     async def charge_failures(self, proof: Awaitable[_T], context: Context) -> _T:
         """Await the authentication of a call; charge a failure to its network."""
@@ -82,27 +75,27 @@ class ClientAccess:
             # After a restart a whole fleet, perhaps at one address, calls with sessions that are gone. This refusal
             # costs no more than refusing for lack of tokens would, and opening a new session is counted.
             if exc.code is not Code.SESSION_UNKNOWN:
-                self._parts.quotas.charge_anonymous(self.network_of(context))
+                self.quotas.charge_anonymous(self.network_of(context))
             raise
 
     async def refund_proven(self, proof: Awaitable[_T], context: Context) -> _T:
         """Await a proof; then refund its network the cost of the challenge. Charge the network again if it fails."""
         response = await self.charge_failures(proof, context)
-        self._parts.quotas.refund_anonymous(self.network_of(context))
+        self.quotas.refund_anonymous(self.network_of(context))
         return response
 
     async def _read_claim(self, method: str, context: Context) -> str:
         certified = "" if method == _RENEWAL else self._by_certificate(context)
-        return self._parts.authenticator.read_claim(current_call(certified))
+        return self.authenticator.read_claim(current_call(certified))
 
     async def _authenticate(self, context: Context) -> ClientRecord:
-        return await self._parts.authenticator.authenticate(current_call(self._by_certificate(context)))
+        return await self.authenticator.authenticate(current_call(self._by_certificate(context)))
 
     def _by_certificate(self, context: Context) -> str:
         incoming = interceptor.INCOMING.get()
         if incoming.certified is None:
-            forwarded = addresses.read_forwarding(incoming.metadata.items(), self._parts.gateway_secret)
-            certified = forwarded.client if forwarded is not None else self._parts.peers.client_of(context)
+            forwarded = addresses.read_forwarding(incoming.metadata.items(), self.gateway_secret)
+            certified = forwarded.client if forwarded is not None else self.peers.client_of(context)
             incoming.certified = certified
         return incoming.certified
 

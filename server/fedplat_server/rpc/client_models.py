@@ -21,9 +21,9 @@ from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.read_cache import Chunks, InlineModels
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ClientModelsParts:
-    """The parts that `ClientModels` uses."""
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class ClientModels:
+    """Sends models to clients, counts their bytes, and records which clients have the model of their assignment."""
 
     access: ClientAccess
     runner: Runner
@@ -34,68 +34,61 @@ class ClientModelsParts:
     downloads: Downloads
     instruments: Instruments
 
-
-class ClientModels:
-    """Sends models to clients, counts their bytes, and records which clients have the model of their assignment."""
-
-    def __init__(self, parts: ClientModelsParts) -> None:
-        self._parts = parts
-
     async def find_base(self, job: JobState, version: int) -> ModelVersion:
         """Return the version that an assignment starts from; not the latest if a late client reclaims it."""
         base = job.latest if job.latest.version == version else None
-        base = base or await self._parts.store.find_version(job.job_id, version)
+        base = base or await self.store.find_version(job.job_id, version)
         assert base is not None
         return base
 
     async def include(self, job: JobState, model: ModelVersion, assignment: AssignmentId) -> bytes:
         """Return the model for the message of an assignment; empty if it is too large for that."""
-        content = await self._parts.inline_models.content(model)
+        content = await self.inline_models.content(model)
         if content:
-            self._parts.downloads.record(assignment)
+            self.downloads.record(assignment)
             self._count_bytes(job, "inline", len(content))
         return content
 
     async def require_access(self, client: ClientRecord, digest: str) -> None:
         """Raise `RefusedError` for a file that is not for this client."""
-        for job in self._parts.runner.coordinator.jobs.values():
+        for job in self.runner.coordinator.jobs.values():
             latest = job.latest
             if digest in (latest.digest, latest.delta_digest) and job.spec.population == client.population:
                 return
-        if client.population not in await self._parts.store.find_populations(digest):
+        if client.population not in await self.store.find_populations(digest):
             raise RefusedError(Code.NO_SUCH_MODEL, digest)
 
     async def send(self, client: ClientRecord, digest: str, offset: int) -> AsyncGenerator[bytes]:
         """Yield the messages of a file from an offset on. Raises `RefusedError`."""
         count_bytes = self._bytes_counter(client, digest)
-        found = streams.send(self._parts.chunks, self._parts.blobs, digest, offset)
+        found = streams.send(self.chunks, self.blobs, digest, offset)
         async with contextlib.aclosing(found) as messages:
             async for message in messages:
-                await self._parts.access.require(client)
+                await self.access.require(client)
                 count_bytes(len(message))
                 yield message
 
     async def note_download(self, client: ClientRecord, digest: str) -> None:
         """Record that a client has received a whole file, if it is the model of its assignment or the step to it."""
-        coordinator = self._parts.runner.coordinator
+        coordinator = self.runner.coordinator
         key = coordinator.assignment_of(client.client_id)
         assignment = coordinator.find(key, client.client_id) if key is not None else None
         if key is None or assignment is None:
             return
         base = await self.find_base(coordinator.jobs[key.job_id], assignment.base_version)
         if digest in (base.digest, base.delta_digest):
-            self._parts.downloads.record(assignment.id)
+            self.downloads.record(assignment.id)
 
     def _bytes_counter(self, client: ClientRecord, digest: str) -> Callable[[int], None]:
         """Return a function that counts bytes of a file as sent to a client, for the job that it works for."""
-        coordinator = self._parts.runner.coordinator
+        coordinator = self.runner.coordinator
         key = coordinator.assignment_of(client.client_id)
         job = coordinator.jobs.get(key.job_id) if key is not None else None
         form = "delta" if job is not None and digest == job.latest.delta_digest else "file"
         return functools.partial(self._count_bytes, job, form)
 
     def _count_bytes(self, job: JobState | None, form: str, num_bytes: int) -> None:
-        instruments = self._parts.instruments
+        instruments = self.instruments
         if job is None or disclosure_of(job.spec).shows_cohorts:
             labels = instruments.jobs.of(job.job_id if job is not None else "")
             instruments.model_bytes.labels(*labels, form).inc(num_bytes)

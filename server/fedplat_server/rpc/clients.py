@@ -23,15 +23,15 @@ from fedplat_server.database.clients import ClientFilter, ClientRecord, Enrollme
 from fedplat_server.database.sql_clients import ClientStore
 from fedplat_server.database.sql_fleet import AvailabilityHour, FleetStore
 from fedplat_server.errors import Code, RefusedError
-from fedplat_server.messages import validation
+from fedplat_server.messages import convert, validation
 from fedplat_server.rpc import pages
 from fedplat_server.rpc.handlers import Context
 from fedplat_server.rpc.operator_access import current_operator
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ClientsParts:
-    """The parts that `ClientsService` uses."""
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class ClientsService(admin_pb2_grpc.ClientsServicer):
+    """The handlers of the service."""
 
     store: ClientStore
     runner: Runner
@@ -42,20 +42,13 @@ class ClientsParts:
     progress: ProgressTracker
     fleet: FleetView
 
-
-class ClientsService(admin_pb2_grpc.ClientsServicer):
-    """The handlers of the service."""
-
-    def __init__(self, parts: ClientsParts) -> None:
-        self._parts = parts
-
     @override
     async def ListClients(
         self, request: admin_pb2.ListClientsRequest, context: Context
     ) -> admin_pb2.ListClientsResponse:
         size, after = pages.size(request.page_size), pages.token(request.page_token, pages.ID)
-        store, coordinator = self._parts.store, self._parts.runner.coordinator
-        found = select_clients(coordinator, request, self._parts.limits)
+        store, coordinator = self.store, self.runner.coordinator
+        found = select_clients(coordinator, request, self.limits)
         records = await store.list_clients(found.which, after=after, limit=size + 1)
         page, token = pages.cut(records, size, self._client, lambda record: record.client_id)
         total = len(page) if not (after or token) else await count_clients(store, found)
@@ -64,19 +57,19 @@ class ClientsService(admin_pb2_grpc.ClientsServicer):
     @override
     async def ShowClient(self, request: admin_pb2.ShowClientRequest, context: Context) -> admin_pb2.Client:
         client_id = validation.client_id(request.client_id, Code.NO_SUCH_CLIENT)
-        found = await self._parts.store.find_clients([client_id])
+        found = await self.store.find_clients([client_id])
         if client_id not in found:
             raise RefusedError(Code.NO_SUCH_CLIENT, repr(client_id))
         return self._client(found[client_id])
 
     @override
     async def ShowFleet(self, request: admin_pb2.ShowFleetRequest, context: Context) -> admin_pb2.ShowFleetResponse:
-        return await self._parts.fleet.show(request)
+        return await self.fleet.show(request)
 
     @override
     async def RevokeClient(self, request: admin_pb2.RevokeClientRequest, context: Context) -> admin_pb2.Client:
         client_id = validation.client_id(request.client_id, Code.NO_SUCH_CLIENT)
-        record = await self._parts.revocation.revoke(client_id, current_operator())
+        record = await self.revocation.revoke(client_id, current_operator())
         return self._client(record)
 
     @override
@@ -85,7 +78,7 @@ class ClientsService(admin_pb2_grpc.ClientsServicer):
     ) -> admin_pb2.CreateEnrollmentResponse:
         if len(request.address) > 255 or not is_address(request.address):
             raise RefusedError(Code.INVALID_REQUEST, "the address must be host:port, where clients reach the server")
-        token, ticket = await self._parts.enrollments.create(
+        token, ticket = await self.enrollments.create(
             validation.name(request.population, "population"),
             request.num_uses or 1,
             request.expires_s,
@@ -99,51 +92,45 @@ class ClientsService(admin_pb2_grpc.ClientsServicer):
         self, request: admin_pb2.ListEnrollmentsRequest, context: Context
     ) -> admin_pb2.ListEnrollmentsResponse:
         size, after = pages.size(request.page_size), pages.token(request.page_token, pages.ID)
-        tokens = await self._parts.store.list_enrollment_tokens(after=after, limit=size + 1)
+        tokens = await self.store.list_enrollment_tokens(after=after, limit=size + 1)
         page, token = pages.cut(tokens, size, _enrollment, lambda record: record.token_id)
-        total = await self._parts.store.count_enrollment_tokens()
+        total = await self.store.count_enrollment_tokens()
         return admin_pb2.ListEnrollmentsResponse(enrollments=page, next_page_token=token, total=total)
 
     @override
     async def RevokeEnrollment(
         self, request: admin_pb2.RevokeEnrollmentRequest, context: Context
     ) -> admin_pb2.Enrollment:
-        parts, enrollment_id = self._parts, validation.enrollment_id(request.enrollment_id)
-        response = _enrollment(await parts.enrollments.revoke(enrollment_id, current_operator()))
+        enrollment_id = validation.enrollment_id(request.enrollment_id)
+        response = _enrollment(await self.enrollments.revoke(enrollment_id, current_operator()))
         if request.with_clients:  # after the token, so that no more clients can enroll with it
             after = validation.client_id(request.page_token, Code.INVALID_REQUEST) if request.page_token else ""
-            revoked = await parts.revocation.revoke_clients_of(
-                EnrolledClients(enrollment_id, after), current_operator()
-            )
+            revoked = await self.revocation.revoke_clients_of(EnrolledClients(enrollment_id, after), current_operator())
             response.num_revoked_clients, response.next_page_token = revoked
         return response
 
     def _client(self, record: ClientRecord) -> admin_pb2.Client:
-        parts = self._parts
-        coordinator = parts.runner.coordinator
+        coordinator = self.runner.coordinator
         key = coordinator.assignment_of(record.client_id)
         assignment = coordinator.find(key, record.client_id) if key is not None else None
-        offer = parts.clients.find_offer(record.client_id)
-        return admin_pb2.Client(
-            client_id=record.client_id,
-            population=record.population,
-            labels=dict(record.labels),
+        offer = self.clients.find_offer(record.client_id)
+        return convert.encode(
+            admin_pb2.Client,
+            record,
             state=self._state(record),
-            enrolled_unix_s=record.enrolled_unix_s,
-            last_seen_unix_s=parts.clients.last_seen_unix_s.get(record.client_id, 0.0),
-            software_version=record.software_version,
+            last_seen_unix_s=self.clients.last_seen_unix_s.get(record.client_id, 0.0),
             job_id=key.job_id if key is not None else self._find_overdue(record.client_id),
             enrollment_id=record.token_id,
-            progress=parts.progress.get(assignment) if assignment is not None else None,
+            progress=self.progress.get(assignment) if assignment is not None else None,
             trainers=sorted(offer.trainers),
             evaluators=sorted(offer.evaluators),
         )
 
     def _find_overdue(self, client_id: str) -> str:
-        return self._parts.progress.find_overdue(client_id, self._parts.runner.now)
+        return self.progress.find_overdue(client_id, self.runner.now)
 
     def _state(self, record: ClientRecord) -> str:
-        coordinator = self._parts.runner.coordinator
+        coordinator = self.runner.coordinator
         if record.revoked_unix_s is not None:
             return "revoked"
         if coordinator.assignment_of(record.client_id) is not None:
@@ -152,15 +139,8 @@ class ClientsService(admin_pb2_grpc.ClientsServicer):
 
 
 def _enrollment(token: EnrollmentToken) -> admin_pb2.Enrollment:
-    return admin_pb2.Enrollment(
-        enrollment_id=token.token_id,
-        population=token.population,
-        num_uses=token.num_uses,
-        num_left=token.num_left,
-        created_unix_s=token.created_unix_s,
-        expires_unix_s=token.expires_unix_s,
-        state=token.describe_problem(time.time()) or "open",
-    )
+    state = token.describe_problem(time.time()) or "open"
+    return convert.encode(admin_pb2.Enrollment, token, enrollment_id=token.token_id, state=state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,24 +211,22 @@ MAX_ROWS = 20_000
 """Maximum number of hours of all populations in a response, which limits its size to about 1 MiB."""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class FleetView:
     """Counts the clients that have enrolled, and those that are there."""
 
-    def __init__(
-        self, counter: FleetCounter, store: FleetStore, availability: AvailabilityTracker, runner: Runner
-    ) -> None:
-        self._counter = counter
-        self._store = store
-        self._availability = availability
-        self._coordinator = runner.coordinator
+    counter: FleetCounter
+    store: FleetStore
+    availability: AvailabilityTracker
+    coordinator: Coordinator
 
     async def show(self, request: admin_pb2.ShowFleetRequest) -> admin_pb2.ShowFleetResponse:
         """Return the counts of a population, or of all. Raises `RefusedError` if the request is not valid."""
         population = validation.name(request.population, "population") if request.population else ""
         since = validation.since(request.since_unix_s) or time.time() - DEFAULT_S
-        counts = await self._counter.count()
-        hours = await self._store.list_availability(max(since, time.time() - KEEP_S), population)
-        current = [hour for hour in self._availability.current if population in ("", hour.population)]
+        counts = await self.counter.count()
+        hours = await self.store.list_availability(max(since, time.time() - KEEP_S), population)
+        current = [hour for hour in self.availability.current if population in ("", hour.population)]
         return admin_pb2.ShowFleetResponse(
             populations=self._populations(counts, population),
             labels=_labels(counts, population),
@@ -258,13 +236,13 @@ class FleetView:
 
     def _populations(self, counts: FleetCounts, only: str) -> list[admin_pb2.PopulationCount]:
         busy = Counter[str]()
-        for job in self._coordinator.jobs.values():
+        for job in self.coordinator.jobs.values():
             busy[job.spec.population] += job.num_busy
         return [
             admin_pb2.PopulationCount(
                 population=name,
                 num_clients=number,
-                num_waiting=self._coordinator.room.num_waiting(name),
+                num_waiting=self.coordinator.room.num_waiting(name),
                 num_busy=busy[name],
                 num_revoked=counts.revoked[name],
             )

@@ -25,9 +25,9 @@ from fedplat_server.rpc.client_access import ClientAccess, current_call
 from fedplat_server.rpc.handlers import Context
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EnrollmentParts:
-    """The parts that `EnrollmentService` uses."""
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class EnrollmentService(fleet_pb2_grpc.FleetServicer):
+    """The methods that a client calls before it can check in."""
 
     access: ClientAccess
     authenticator: Authenticator
@@ -39,12 +39,7 @@ class EnrollmentParts:
     mtls_port: int
     """The port that requires client certificates; 0 without one."""
 
-
-class EnrollmentService(fleet_pb2_grpc.FleetServicer):
-    """The methods that a client calls before it can check in."""
-
-    def __init__(self, parts: EnrollmentParts) -> None:
-        self._parts = parts
+    def __post_init__(self) -> None:
         self._certified = RecentEntries()
         self._certificates = BatchLoader(self._audit_certificates)
 
@@ -53,59 +48,57 @@ class EnrollmentService(fleet_pb2_grpc.FleetServicer):
         self, request: fleet_pb2.GetChallengeRequest, context: Context
     ) -> fleet_pb2.GetChallengeResponse:
         validation.protocol_version(request.protocol_version)
-        self._parts.quotas.challenge(self._parts.access.network_of(context))
-        nonce = self._parts.authenticator.challenge()
+        self.quotas.challenge(self.access.network_of(context))
+        nonce = self.authenticator.challenge()
         return fleet_pb2.GetChallengeResponse(protocol_version=wire.PROTOCOL_VERSION, nonce=nonce)
 
     @override
     async def Enroll(self, request: fleet_pb2.EnrollRequest, context: Context) -> fleet_pb2.EnrollResponse:
-        return await self._parts.access.refund_proven(self._enroll(request, context), context)
+        return await self.access.refund_proven(self._enroll(request, context), context)
 
     async def _enroll(self, request: fleet_pb2.EnrollRequest, context: Context) -> fleet_pb2.EnrollResponse:
         validation.protocol_version(request.protocol_version)
         newcomer = Newcomer(
             population=validation.name(request.population, "population"),
-            labels=validation.labels(request.labels, self._parts.limits),
+            labels=validation.labels(request.labels, self.limits),
             software_version=validation.text(request.software_version, 100),
             idempotency_key=validation.key(request.idempotency_key),
             token=request.token,
             public_key=request.public_key,
         )
-        self._parts.authenticator.require_proof(current_call(), newcomer.public_key)
-        self._parts.quotas.require_anonymous(self._parts.access.network_of(context))
-        record = await self._parts.enrollments.enroll(newcomer)
+        self.authenticator.require_proof(current_call(), newcomer.public_key)
+        self.quotas.require_anonymous(self.access.network_of(context))
+        record = await self.enrollments.enroll(newcomer)
         return fleet_pb2.EnrollResponse(client_id=record.client_id)
 
     @override
     async def OpenSession(
         self, request: fleet_pb2.OpenSessionRequest, context: Context
     ) -> fleet_pb2.OpenSessionResponse:
-        return await self._parts.access.refund_proven(self._open_session(request, context), context)
+        return await self.access.refund_proven(self._open_session(request, context), context)
 
     async def _open_session(
         self, request: fleet_pb2.OpenSessionRequest, context: Context
     ) -> fleet_pb2.OpenSessionResponse:
         validation.protocol_version(request.protocol_version)
         client_id = validation.client_id(request.client_id, Code.CLIENT_UNKNOWN)
-        await self._parts.authenticator.prove(current_call(), client_id)
-        self._parts.quotas.session(client_id)
-        session_id = await self._parts.authenticator.open_session(client_id)
+        await self.authenticator.prove(current_call(), client_id)
+        self.quotas.session(client_id)
+        session_id = await self.authenticator.open_session(client_id)
         return fleet_pb2.OpenSessionResponse(session_id=session_id)
 
     @override
     async def RenewCertificate(
         self, request: fleet_pb2.RenewCertificateRequest, context: Context
     ) -> fleet_pb2.RenewCertificateResponse:
-        client = await self._parts.access.charge_failures(
-            self._parts.authenticator.authenticate_by_key(current_call()), context
-        )
-        self._parts.quotas.request(client.client_id)
-        issuer = self._parts.issuer
+        client = await self.access.charge_failures(self.authenticator.authenticate_by_key(current_call()), context)
+        self.quotas.request(client.client_id)
+        issuer = self.issuer
         issued = await asyncio.to_thread(issuer.issue, client, request.signing_request, listener=request.listener)
         await self._audit_certificate(client)
         return fleet_pb2.RenewCertificateResponse(
             certificate=issued.certificate,
-            port=self._parts.mtls_port,
+            port=self.mtls_port,
             valid_s=issuer.valid.total_seconds(),
             authorities=issued.authorities,
         )
@@ -123,5 +116,5 @@ class EnrollmentService(fleet_pb2_grpc.FleetServicer):
     async def _audit_certificates(self, client_ids: Sequence[str]) -> Mapping[str, None]:
         """Append the entries of many clients in one transaction: a whole fleet may renew at once."""
         entries = [AuditEntry(name, AuditAction.CERTIFICATE_ISSUED, name) for name in client_ids]
-        await self._parts.audit.append(entries)
+        await self.audit.append(entries)
         return {}

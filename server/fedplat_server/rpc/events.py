@@ -11,6 +11,7 @@ from fedplat.wire.v1 import events_pb2, events_pb2_grpc
 from fedplat_server.coordination.event_feed import EventFeed
 from fedplat_server.database.sql_events import EventStore
 from fedplat_server.errors import Code, RefusedError
+from fedplat_server.messages import convert
 from fedplat_server.records.events import TYPE_NAMES, EventRow
 from fedplat_server.rpc import pages
 from fedplat_server.rpc.handlers import Context
@@ -98,16 +99,4 @@ def check_types(types: Collection[str]) -> frozenset[str]:
 
 def encode_event(row: EventRow) -> events_pb2.Event:
     """Encode a stored event."""
-    return events_pb2.Event(
-        sequence=row.sequence,
-        unix_s=row.unix_s,
-        type=row.type,
-        job_id=row.job_id,
-        job_name=row.job_name,
-        population=row.population,
-        client_id=row.client_id,
-        round=row.round,
-        attempt=row.attempt,
-        text=row.text,
-        subject=row.subject,
-    )
+    return convert.encode(events_pb2.Event, row)

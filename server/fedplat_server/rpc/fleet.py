@@ -30,9 +30,9 @@ from fedplat_server.rpc.handlers import Context
 from fedplat_server.rpc.report_intake import ReportIntake
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FleetParts:
-    """The parts that `FleetService` uses."""
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class FleetService(fleet_pb2_grpc.FleetServicer):
+    """The methods with which clients get models and send the results of their work."""
 
     access: ClientAccess
     finder: AssignmentFinder
@@ -43,12 +43,7 @@ class FleetParts:
     models: ClientModels
     conflicts: Conflicts
 
-
-class FleetService(fleet_pb2_grpc.FleetServicer):
-    """The methods with which clients get models and send the results of their work."""
-
-    def __init__(self, parts: FleetParts) -> None:
-        self._parts = parts
+    def __post_init__(self) -> None:
         self._report_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by client id
 
     # Download and Upload do not use the generated message classes, which copy file contents: see `serving`.
@@ -56,35 +51,33 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
     async def Download(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, request: fleet_pb2.DownloadRequest, context: Context
     ) -> AsyncIterator[bytes]:
-        client = await self._client(context)
+        client = await self.access.begin_call(context)
         if request.sender:
-            assignment = await self._find_busy(client, request.token)
-            with self._parts.quotas.stream(client.client_id):
+            assignment = await self.finder.find_busy(client, request.token)
+            with self.quotas.stream(client.client_id):
                 async for message in self._half_of(assignment).send_file(assignment, request):
                     yield message
             return
         digest = validation.digest(request.digest)
-        await self._parts.models.require_access(client, digest)
-        with self._parts.quotas.stream(client.client_id):
-            async with contextlib.aclosing(self._parts.models.send(client, digest, request.offset)) as messages:
+        await self.models.require_access(client, digest)
+        with self.quotas.stream(client.client_id):
+            async with contextlib.aclosing(self.models.send(client, digest, request.offset)) as messages:
                 async for message in messages:
                     yield message
-        await self._parts.models.note_download(client, digest)
+        await self.models.note_download(client, digest)
 
     @override
     async def Upload(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, request_iterator: AsyncIterator[streams.UploadMessage], context: Context
     ) -> fleet_pb2.UploadResponse:
-        messages = streams.enforce_min_rate(request_iterator, self._parts.limits)
+        messages = streams.enforce_min_rate(request_iterator, self.limits)
         first = await anext(messages, None)  # before the client is authenticated: its signature covers this message
-        client = await self._client(context)
+        client = await self.access.begin_call(context)
         if first is None or first.header is None:
             raise RefusedError(Code.INVALID_REQUEST, "an upload must begin with a header")
-        with self._parts.quotas.stream(client.client_id):
-            assignment = await self._find_busy(client, first.header.token)
-            receive = (
-                self._half_of(assignment).receive_file if first.header.receiver else self._parts.intake.receive_upload
-            )
+        with self.quotas.stream(client.client_id):
+            assignment = await self.finder.find_busy(client, first.header.token)
+            receive = self._half_of(assignment).receive_file if first.header.receiver else self.intake.receive_upload
             received = await receive(assignment, first.header, messages)
         return fleet_pb2.UploadResponse(received_bytes=received)
 
@@ -92,33 +85,33 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
     async def QueryUpload(
         self, request: fleet_pb2.QueryUploadRequest, context: Context
     ) -> fleet_pb2.QueryUploadResponse:
-        client = await self._client(context)
-        assignment = await self._find_busy(client, request.token)
+        client = await self.access.begin_call(context)
+        assignment = await self.finder.find_busy(client, request.token)
         if request.receiver:
             received = await self._half_of(assignment).count_received(assignment, request)
             return fleet_pb2.QueryUploadResponse(received_bytes=received)
         digest = validation.digest(request.digest)
-        received = await self._parts.intake.count_received(assignment, digest)
+        received = await self.intake.count_received(assignment, digest)
         return fleet_pb2.QueryUploadResponse(received_bytes=received)
 
     @override
     async def Report(self, request: fleet_pb2.ReportRequest, context: Context) -> fleet_pb2.ReportResponse:
-        client = await self._client(context)
+        client = await self.access.begin_call(context)
         # One report of a client at a time: a duplicate waits for the first, and then gets the same receipt.
         async with self._report_locks.setdefault(client.client_id, asyncio.Lock()):
             return await self._report(client, request)
 
     async def _report(self, client: ClientRecord, request: fleet_pb2.ReportRequest) -> fleet_pb2.ReportResponse:
-        assignment = await self._find(client, request.token)
+        assignment = await self.finder.find(client, request.token)
         if assignment is None:
             return fleet_pb2.ReportResponse(refusal=convert.refusal(Reason.STALE, RETRY_SOON))
         key = assignment.key
         if assignment.is_busy:
-            verdict = await self._parts.intake.submit_report(assignment, request)
+            verdict = await self.intake.submit_report(assignment, request)
         else:
             verdict = rounds.verdict_on_report(assignment, request.digest)
         if verdict.reason is Reason.REJECTED_CONFLICT:
-            await self._parts.conflicts.note(key, client.client_id, assignment.digest, request.digest)
+            await self.conflicts.note(key, client.client_id, assignment.digest, request.digest)
         if verdict.accepted:
             receipt = fleet_pb2.Receipt(job_id=key.job_id, round=key.round, attempt=key.number, digest=request.digest)
             return fleet_pb2.ReportResponse(receipt=receipt)
@@ -128,21 +121,12 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
 
     @override
     async def Step(self, request: fleet_pb2.StepRequest, context: Context) -> fleet_pb2.StepResponse:
-        client = await self._client(context)
-        assignment = await self._find(client, request.token)
+        client = await self.access.begin_call(context)
+        assignment = await self.finder.find(client, request.token)
         if assignment is None:
             return steps.refuse()
         return await self._half_of(assignment).take_step(client, assignment, request)
 
-    async def _client(self, context: Context) -> ClientRecord:
-        return await self._parts.access.begin_call(context)
-
-    async def _find(self, client: ClientRecord, token: str) -> Assignment | None:
-        return await self._parts.finder.find(client, token)
-
-    async def _find_busy(self, client: ClientRecord, token: str) -> Assignment:
-        return await self._parts.finder.find_busy(client, token)
-
     def _half_of(self, assignment: Assignment) -> ServerHalf:
         """Return the half of the training of an assignment's job."""
-        return self._parts.halves.training_of(self._parts.finder.job_of(assignment).spec)
+        return self.halves.training_of(self.finder.job_of(assignment).spec)

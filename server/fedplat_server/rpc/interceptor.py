@@ -262,10 +262,10 @@ async def _translate_errors(context: Context, method: str) -> AsyncGenerator[Non
 
 
 async def _abort(context: Context, refused: errors.RefusedError) -> None:
-    trailers = [(auth.METADATA_CODE, refused.code.value)]
+    trailers = [(auth.METADATA_CODE, refused.code.name)]
     if refused.retry is not None:
         trailers.append((wire.METADATA_RETRY, f"{refused.retry.min_s:g} {refused.retry.max_s:g}"))
-    await context.abort(STATUSES[refused.code], _shorten(str(refused)), tuple(trailers))
+    await context.abort(grpc.StatusCode[refused.code.status], _shorten(str(refused)), tuple(trailers))
 
 
 def _shorten(text: str) -> str:
@@ -273,62 +273,3 @@ def _shorten(text: str) -> str:
     if len(quoted) <= MAX_QUOTED:
         return text
     return unquote(re.sub("%.?$", "", quoted[:MAX_QUOTED]), errors="ignore") + " ..."
-
-
-_S = grpc.StatusCode
-STATUSES: Mapping[errors.Code, grpc.StatusCode] = {
-    errors.Code.NO_OPERATOR: _S.UNAUTHENTICATED,
-    errors.Code.ROLE_TOO_LOW: _S.PERMISSION_DENIED,
-    errors.Code.TOO_MANY_LOGINS: _S.RESOURCE_EXHAUSTED,
-    errors.Code.NAME_TAKEN: _S.ALREADY_EXISTS,
-    errors.Code.NO_SUCH_OPERATOR: _S.NOT_FOUND,
-    errors.Code.LAST_ADMIN: _S.FAILED_PRECONDITION,
-    errors.Code.NO_SUCH_WEBHOOK: _S.NOT_FOUND,
-    errors.Code.TOO_MANY_WEBHOOKS: _S.FAILED_PRECONDITION,
-    errors.Code.UNAUTHENTICATED: _S.UNAUTHENTICATED,
-    errors.Code.BAD_SIGNATURE: _S.UNAUTHENTICATED,
-    errors.Code.REPLAYED: _S.UNAUTHENTICATED,
-    errors.Code.SESSION_UNKNOWN: _S.UNAUTHENTICATED,
-    errors.Code.CHALLENGE_EXPIRED: _S.UNAUTHENTICATED,
-    errors.Code.CLIENT_UNKNOWN: _S.UNAUTHENTICATED,
-    errors.Code.FENCED: _S.PERMISSION_DENIED,
-    errors.Code.REVOKED: _S.PERMISSION_DENIED,
-    errors.Code.CERTIFICATE_UNKNOWN: _S.UNAUTHENTICATED,
-    errors.Code.CERTIFICATE_EXPIRED: _S.UNAUTHENTICATED,
-    errors.Code.NO_CERTIFICATES: _S.FAILED_PRECONDITION,
-    errors.Code.TOKEN_UNKNOWN: _S.UNAUTHENTICATED,
-    errors.Code.TOKEN_REFUSED: _S.PERMISSION_DENIED,
-    errors.Code.UNSUPPORTED_VERSION: _S.FAILED_PRECONDITION,
-    errors.Code.INVALID_REQUEST: _S.INVALID_ARGUMENT,
-    errors.Code.INVALID_JOB_FILE: _S.INVALID_ARGUMENT,
-    errors.Code.INVALID_MODEL: _S.INVALID_ARGUMENT,
-    errors.Code.NO_SUCH_CLIENT: _S.NOT_FOUND,
-    errors.Code.NO_SUCH_ENROLLMENT: _S.NOT_FOUND,
-    errors.Code.NO_SUCH_JOB: _S.NOT_FOUND,
-    errors.Code.AMBIGUOUS_JOB: _S.INVALID_ARGUMENT,
-    errors.Code.NO_SUCH_ROUND: _S.NOT_FOUND,
-    errors.Code.NO_SUCH_VERSION: _S.NOT_FOUND,
-    errors.Code.VERSION_REMOVED: _S.NOT_FOUND,
-    errors.Code.HELD_BY_CLIENTS: _S.NOT_FOUND,
-    errors.Code.NO_SUCH_MODEL: _S.NOT_FOUND,
-    errors.Code.NO_SUCH_EVALUATOR: _S.FAILED_PRECONDITION,
-    errors.Code.NO_SUCH_TRAINER: _S.FAILED_PRECONDITION,
-    errors.Code.ILLEGAL_ACTION: _S.FAILED_PRECONDITION,
-    errors.Code.OVER_BUDGET: _S.FAILED_PRECONDITION,
-    errors.Code.STALE_ASSIGNMENT: _S.NOT_FOUND,
-    errors.Code.WRONG_OFFSET: _S.OUT_OF_RANGE,
-    errors.Code.TOO_LARGE: _S.INVALID_ARGUMENT,
-    errors.Code.UPLOAD_INCOMPLETE: _S.ABORTED,
-    errors.Code.NOT_SENT_YET: _S.UNAVAILABLE,
-    errors.Code.TOO_SLOW: _S.DEADLINE_EXCEEDED,
-    errors.Code.TOO_MANY_CALLS: _S.RESOURCE_EXHAUSTED,
-    errors.Code.TOO_MANY_STREAMS: _S.RESOURCE_EXHAUSTED,
-    errors.Code.TOO_MANY_REQUESTS: _S.RESOURCE_EXHAUSTED,
-    errors.Code.TOO_MANY_BYTES: _S.RESOURCE_EXHAUSTED,
-    errors.Code.TOO_MANY_UPLOADS: _S.RESOURCE_EXHAUSTED,
-    errors.Code.DRAINING: _S.UNAVAILABLE,
-    errors.Code.NO_LEADER: _S.UNAVAILABLE,
-    errors.Code.STORE_UNAVAILABLE: _S.UNAVAILABLE,
-    errors.Code.STORAGE_FULL: _S.RESOURCE_EXHAUSTED,
-    errors.Code.INTERNAL: _S.INTERNAL,
-}

@@ -34,9 +34,9 @@ MAX_RANGES = 20
 """Maximum number of version ranges in an error message."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class JobModelsParts:
-    """The parts that `JobModelsService` uses."""
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class JobModelsService(admin_pb2_grpc.JobsServicer):
+    """The methods that receive and send models."""
 
     jobs: JobRegistry
     view: JobView
@@ -45,35 +45,28 @@ class JobModelsParts:
     blobs: BlobStore
     chunks: Chunks
     limits: Limits
-
-
-class JobModelsService(admin_pb2_grpc.JobsServicer):
-    """The methods that receive and send models."""
-
-    def __init__(self, parts: JobModelsParts) -> None:
-        self._parts = parts
-        self._exports = RecentEntries()
+    _exports: RecentEntries = dataclasses.field(default_factory=RecentEntries, init=False)
 
     @override
     async def UploadModel(
         self, request_iterator: AsyncIterator[admin_pb2.UploadModelRequest], context: Context
     ) -> admin_pb2.UploadModelResponse:
-        limits = self._parts.limits
+        limits = self.limits
         parts = (part.data async for part in streams.enforce_min_rate(request_iterator, limits))
-        blob = await streams.store_model(self._parts.blobs, parts, limits.max_model_bytes)
+        blob = await streams.store_model(self.blobs, parts, limits.max_model_bytes)
         details = {"size_bytes": blob.size_bytes}
         entry = AuditEntry(current_operator(), audit.AuditAction.MODEL_UPLOADED, blob.digest, details)
-        await self._parts.store.audit.append([entry])
+        await self.store.audit.append([entry])
         return admin_pb2.UploadModelResponse(digest=blob.digest, size_bytes=blob.size_bytes)
 
     @override
     async def ListModelVersions(
         self, request: admin_pb2.ListModelVersionsRequest, context: Context
     ) -> admin_pb2.ListModelVersionsResponse:
-        state = self._parts.jobs.find(request.job).state
+        state = self.jobs.find(request.job).state
         size, last = pages.size(request.page_size), pages.numbers(request.page_token, pages.NUMBER)
         after = last[0] if last is not None else request.first_version - 1
-        records = await self._parts.store.jobs.list_versions(state.job_id, after=after, limit=size + 1)
+        records = await self.store.jobs.list_versions(state.job_id, after=after, limit=size + 1)
         versions, token = pages.cut(
             records,
             size,
@@ -87,38 +80,37 @@ class JobModelsService(admin_pb2_grpc.JobsServicer):
     async def ExportModel(
         self, request: admin_pb2.ExportModelRequest, context: Context
     ) -> AsyncIterator[admin_pb2.ExportModelResponse]:
-        job = self._parts.jobs.find(request.job).state
+        job = self.jobs.find(request.job).state
         number = request.version if request.HasField("version") else job.latest.version
         version = (await self._find_version(job, number)).version
         await self._audit_export(current_operator(), job.job_id, version)
         yield admin_pb2.ExportModelResponse(model=convert.model_ref(version))
-        async for message in streams.send(self._parts.chunks, self._parts.blobs, version.digest, 0):
+        async for message in streams.send(self.chunks, self.blobs, version.digest, 0):
             yield admin_pb2.ExportModelResponse(data=model_pb2.Chunk.FromString(message).data)
 
     @override
     async def RollbackJob(
         self, request: admin_pb2.RollbackJobRequest, context: Context
     ) -> admin_pb2.RollbackJobResponse:
-        parts = self._parts
-        job = parts.jobs.find(request.job).state
+        job = self.jobs.find(request.job).state
         record = await self._find_version(job, request.version)
         version = record.version
         if record.state_removed_unix_s is not None:
             version = convert.without_state(version)
         details = {"name": job.spec.name, "from": job.latest.version, "to": version.version}
         entry = AuditEntry(current_operator(), audit.AuditAction.JOB_ROLLED_BACK, job.job_id, details)
-        verdict = await parts.runner.submit(RollbackOrdered(job.job_id, version), audit=[entry])
+        verdict = await self.runner.submit(RollbackOrdered(job.job_id, version), audit=[entry])
         if not verdict.accepted:
             raise RefusedError(Code.ILLEGAL_ACTION, verdict.text)
-        latest = parts.jobs.state(job.job_id).latest
+        latest = self.jobs.state(job.job_id).latest
         if latest.restored_from == version.version:
             version = latest  # also if an earlier call restored it
-        message = await parts.view.show(parts.jobs.find(job.job_id))
+        message = await self.view.show(self.jobs.find(job.job_id))
         return admin_pb2.RollbackJobResponse(job=message, rule_state=_rule_state(job, version, record))
 
     async def _find_version(self, job: JobState, number: int) -> VersionRecord:
         """Return the version of this number. Raises `RefusedError` if it is unknown, or its file was removed."""
-        store = self._parts.store
+        store = self.store
         records: Sequence[VersionRecord] = ()
         if number <= job.latest.version:
             records = await store.jobs.list_versions(job.job_id, after=number - 1, limit=1)
@@ -143,7 +135,7 @@ class JobModelsService(admin_pb2_grpc.JobsServicer):
         details = {"version": version.version, "digest": version.digest}
         try:
             entry = AuditEntry(operator, audit.AuditAction.MODEL_EXPORTED, job_id, details)
-            await self._parts.store.audit.append([entry])
+            await self.store.audit.append([entry])
         except BaseException:
             self._exports.forget(name)
             raise

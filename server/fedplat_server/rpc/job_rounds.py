@@ -23,13 +23,13 @@ from fedplat_server.rpc import pages, round_details
 from fedplat_server.rpc.handlers import Context
 from fedplat_server.rpc.job_registry import JobRegistry
 from fedplat_server.rpc.job_view import JobView
-from fedplat_server.rpc.round_details import ProgressEvents, ProgressParts
+from fedplat_server.rpc.round_details import ProgressEvents
 from fedplat_server.training.evaluation import EvaluationScheduler
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class JobRoundsParts:
-    """The parts that `JobRoundsService` uses."""
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class JobRoundsService(admin_pb2_grpc.JobsServicer):
+    """The methods that show the rounds of jobs."""
 
     jobs: JobRegistry
     view: JobView
@@ -40,32 +40,26 @@ class JobRoundsParts:
     draining: asyncio.Event
     """It is set when the daemon stops: watchers get an error that they retry."""
 
-
-class JobRoundsService(admin_pb2_grpc.JobsServicer):
-    """The methods that show the rounds of jobs."""
-
-    def __init__(self, parts: JobRoundsParts) -> None:
-        self._parts = parts
-
     @override
     async def WatchJob(self, request: admin_pb2.WatchJobRequest, context: Context) -> AsyncIterator[admin_pb2.JobEvent]:
-        parts = self._parts
-        job_id = parts.jobs.find(request.job).state.job_id
+        job_id = self.jobs.find(request.job).state.job_id
         progress = ProgressEvents(
             job_id,
             validation.progress_every_s(request.progress_every_s),
-            ProgressParts(parts.runner.coordinator, parts.progress, parts.view),
+            self.runner.coordinator,
+            self.progress,
+            self.view,
         )
         sequence = min(request.after_sequence, 2**62)  # above all sequence numbers, but within the database's range
         if request.only_new:
             if request.after_sequence:
                 raise RefusedError(Code.INVALID_REQUEST, "only_new and after_sequence exclude each other")
-            sequence = await parts.store.jobs.last_sequence(job_id)
+            sequence = await self.store.jobs.last_sequence(job_id)
         while True:
-            changed = parts.jobs.next_change(job_id)
+            changed = self.jobs.next_change(job_id)
             # The last version may still be evaluated when the job has ended.
-            is_over = parts.jobs.state(job_id).status in ENDED_JOBS and not parts.evaluation.is_pending(job_id)
-            rows = await parts.store.jobs.list_history(job_id, sequence)
+            is_over = self.jobs.state(job_id).status in ENDED_JOBS and not self.evaluation.is_pending(job_id)
+            rows = await self.store.jobs.list_history(job_id, sequence)
             for record in rows:
                 sequence = record.sequence
                 yield convert.event(record)
@@ -75,24 +69,24 @@ class JobRoundsService(admin_pb2_grpc.JobsServicer):
                 continue
             if is_over or request.until_now:
                 return
-            if parts.draining.is_set():  # to the caller, the end of the stream means that the job has ended
+            if self.draining.is_set():  # to the caller, the end of the stream means that the job has ended
                 raise RefusedError(Code.DRAINING)
             await progress.wait(changed)
 
     @override
     async def ListRounds(self, request: admin_pb2.ListRoundsRequest, context: Context) -> admin_pb2.ListRoundsResponse:
-        store, job_id = self._parts.store.jobs, self._parts.jobs.find(request.job).state.job_id
+        store, job_id = self.store.jobs, self.jobs.find(request.job).state.job_id
         size, last = pages.size(request.page_size), pages.numbers(request.page_token, pages.PAIR)
         if request.num_samples:
             attempts, total = await store.sample_attempts(job_id, min(request.num_samples, pages.MAX_ROWS))
-            rounds = pages.thin_out(await self._parts.view.rounds(job_id, attempts))
+            rounds = pages.thin_out(await self.view.rounds(job_id, attempts))
             return admin_pb2.ListRoundsResponse(rounds=rounds, total=total)
         after = (last[0], last[1]) if last is not None else None
         number = validation.number(request.round, "round")
         which = AttemptFilter(job_id, request.all_attempts, number, request.newest_first)
         attempts = await store.list_attempts(which, after=after, limit=size + 1)
         rounds, token = pages.cut(
-            await self._parts.view.rounds(job_id, attempts),
+            await self.view.rounds(job_id, attempts),
             size,
             lambda round_: round_,
             lambda last: f"{last.round}.{last.attempt}",
@@ -102,9 +96,9 @@ class JobRoundsService(admin_pb2_grpc.JobsServicer):
 
     @override
     async def ShowRound(self, request: admin_pb2.ShowRoundRequest, context: Context) -> admin_pb2.RoundDetails:
-        job, store = self._parts.jobs.find(request.job).state, self._parts.store
+        job, store = self.jobs.find(request.job).state, self.store
         last, record = await self._find_attempt(job, request)
-        (message,) = await self._parts.view.rounds(job.job_id, [record])
+        (message,) = await self.view.rounds(job.job_id, [record])
         outcomes = await store.assignments.list_outcomes(record.key)
         groups = await store.assignments.count_labels(record.key, round_details.MAX_LABEL_SETS)
         is_private = not disclosure_of(job.spec).shows_clients
@@ -119,15 +113,15 @@ class JobRoundsService(admin_pb2_grpc.JobsServicer):
     async def ListAssignments(
         self, request: admin_pb2.ListAssignmentsRequest, context: Context
     ) -> admin_pb2.ListAssignmentsResponse:
-        parts, store = self._parts, self._parts.store.assignments
+        store = self.store.assignments
         size, after = pages.size(request.page_size), round_details.parse_place(request.page_token)
-        which = round_details.parse_filter(request, parts.jobs)
+        which = round_details.parse_filter(request, self.jobs)
         records = await store.list_assignments(which, after=after, limit=size + 1)
 
         def encode(record: AssignmentRecord) -> admin_pb2.AssignmentDetails:
-            current = parts.runner.coordinator.find(*record.assignment.id)
-            progress = parts.progress.get(current) if current is not None else None
-            return round_details.assignment(record, parts.jobs.state(record.place.job_id).spec, progress)
+            current = self.runner.coordinator.find(*record.assignment.id)
+            progress = self.progress.get(current) if current is not None else None
+            return round_details.assignment(record, self.jobs.state(record.place.job_id).spec, progress)
 
         page, token = pages.cut(records, size, encode, lambda record: round_details.format_place(record.place))
         total = len(page) if not (after or token) else await store.count_assignments(which)
@@ -138,7 +132,7 @@ class JobRoundsService(admin_pb2_grpc.JobsServicer):
     ) -> tuple[AttemptRecord, AttemptRecord]:
         """Return the last attempt at a round, and the one of the request. Raises `RefusedError` if it is unknown."""
         round_, number = validation.number(request.round, "round"), validation.number(request.attempt, "attempt")
-        store, latest_first = self._parts.store.jobs, AttemptFilter(job.job_id, all_attempts=True, newest_first=True)
+        store, latest_first = self.store.jobs, AttemptFilter(job.job_id, all_attempts=True, newest_first=True)
         found = await store.list_attempts(latest_first, after=(round_ + 1, 0), limit=1)
         if not found or found[0].key.round != round_:
             current = f"; the last one is {job.attempt.key.round}" if job.attempt is not None else ""

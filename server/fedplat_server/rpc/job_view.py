@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 
@@ -22,56 +23,48 @@ SILENT_S = 45.0
 _WORKING = OPEN_PHASES - {AttemptPhase.SELECTING, AttemptPhase.COMMITTING}
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class JobView:
     """Encodes jobs and attempts."""
 
-    def __init__(
-        self,
-        jobs: JobRegistry,
-        store: JobStore,
-        halves: ServerHalves,
-        progress: ProgressTracker,
-        clients: ClientDirectory,
-        runner: Runner,
-    ) -> None:
-        self._jobs = jobs
-        self._store = store
-        self._halves = halves
-        self._progress = progress
-        self._clients = clients
-        self._runner = runner
+    jobs: JobRegistry
+    store: JobStore
+    halves: ServerHalves
+    progress: ProgressTracker
+    clients: ClientDirectory
+    runner: Runner
 
     async def show(self, record: JobRecord) -> admin_pb2.Job:
         """Return a job with its last attempt, as the database has it."""
         attempt = record.state.attempt
-        found = await self._store.find_attempts([attempt.key] if attempt is not None else [])
+        found = await self.store.find_attempts([attempt.key] if attempt is not None else [])
         return self.encode(record, next(iter(found.values()), None))
 
     def encode(self, record: JobRecord, last: AttemptRecord | None) -> admin_pb2.Job:
         """Encode a job with its last attempt."""
-        shown = self._halves.training_of(record.state.spec).show(record.state)
+        shown = self.halves.training_of(record.state.spec).show(record.state)
         return convert.job(record, self._round(last, {}) if last is not None else None, shown)
 
     async def rounds(self, job_id: str, attempts: Sequence[AttemptRecord]) -> list[admin_pb2.Round]:
         """Encode attempts of a job, with the metrics of the versions that they committed."""
         rounds = {attempt.key.round for attempt in attempts}
-        versions = await self._store.list_versions_of_rounds(job_id, rounds) if rounds else ()
+        versions = await self.store.list_versions_of_rounds(job_id, rounds) if rounds else ()
         metrics = {(record.version.round, record.version.attempt): record.metrics for record in versions}
         return [self._round(attempt, metrics.get(attempt.key[1:], {})) for attempt in attempts]
 
     def _round(self, record: AttemptRecord, server_metrics: Mapping[str, float]) -> admin_pb2.Round:
-        job = self._jobs.state(record.key.job_id)
+        job = self.jobs.state(record.key.job_id)
         attempt = job.open_attempt
         if attempt is None or attempt.key != record.key:
             return convert.round_(record, server_metrics)
-        found = convert.round_(record, server_metrics, self._progress.summarize(job, attempt))
+        found = convert.round_(record, server_metrics, self.progress.summarize(job, attempt))
         if (waits := self.find_wait(attempt)) is not None:
             found.waiting.CopyFrom(waits)
         return found
 
     def find_wait(self, attempt: Attempt) -> admin_pb2.AttemptWait | None:
         """Return what an open attempt waits for; None if it waits for no client."""
-        return find_wait(attempt, self._runner.now, self._clients.last_seen_unix_s)
+        return find_wait(attempt, self.runner.now, self.clients.last_seen_unix_s)
 
 
 def find_wait(attempt: Attempt, now: float, last_seen_unix_s: Mapping[str, float]) -> admin_pb2.AttemptWait | None:

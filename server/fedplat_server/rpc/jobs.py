@@ -46,29 +46,27 @@ _Result = TypeVar("_Result")
 UPLOAD_FIRST = "upload it first (UploadModel)"
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class JobFiles:
     """Reads job files of at most `max_bytes`, which may name `plugins`, and these evaluators and trainers."""
 
-    def __init__(
-        self, plugins: Plugins, max_bytes: int, evaluators: Sequence[str], trainers: Sequence[str], halves: ServerHalves
-    ) -> None:
-        self._plugins = plugins
-        self._max_bytes = max_bytes
-        self._evaluators = evaluators
-        self._trainers = trainers
-        self._halves = halves
-        self._parsing = asyncio.Lock()
+    plugins: Plugins
+    max_bytes: int
+    evaluators: Sequence[str]
+    trainers: Sequence[str]
+    halves: ServerHalves
+    _parsing: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock, init=False)
 
     async def read(self, text: str) -> JobSpec:
         """Return the job of a new file. Raises `RefusedError` if it is not valid, or this server cannot run it."""
-        spec = await self._run_alone(job_checks.parse, text, self._max_bytes, self._plugins)
-        job_checks.check_is_runnable(spec, self._evaluators, self._trainers)
-        await self._halves.training_of(spec).check_job(spec)
+        spec = await self._run_alone(job_checks.parse, text, self.max_bytes, self.plugins)
+        job_checks.check_is_runnable(spec, self.evaluators, self.trainers)
+        await self.halves.training_of(spec).check_job(spec)
         return spec
 
     async def change(self, text: str, changes: Sequence[str]) -> tuple[str, JobSpec]:
         """Return a file with other values of keys that may change, and its job. Raises `RefusedError`."""
-        return await asyncio.to_thread(job_checks.change, text, changes, self._max_bytes, self._plugins)
+        return await asyncio.to_thread(job_checks.change, text, changes, self.max_bytes, self.plugins)
 
     async def _run_alone(self, function: Callable[..., _Result], *arguments: object) -> _Result:
         """Run a function in a thread, one at a time, also if its call has ended: a thread cannot be cancelled."""
@@ -81,9 +79,9 @@ class JobFiles:
                 raise
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class JobsParts:
-    """The parts that `JobsService` uses."""
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class JobsService(admin_pb2_grpc.JobsServicer):
+    """The methods that create, show and command jobs."""
 
     jobs: JobRegistry
     view: JobView
@@ -94,48 +92,38 @@ class JobsParts:
     budgets: Budgets
     blobs: BlobStore
 
-
-class JobsService(admin_pb2_grpc.JobsServicer):
-    """The methods that create, show and command jobs."""
-
-    def __init__(self, parts: JobsParts) -> None:
-        self._parts = parts
-
     @override
     async def CreateJob(self, request: admin_pb2.CreateJobRequest, context: Context) -> admin_pb2.Job:
-        parts = self._parts
-        spec = await parts.files.read(request.job_file)
+        spec = await self.files.read(request.job_file)
         digest = validation.digest(request.initial_digest)
         if not await self._has_done(audit.AuditAction.MODEL_UPLOADED, digest):  # or the version of a job of others
             raise RefusedError(Code.INVALID_MODEL, UPLOAD_FIRST)
-        with parts.blobs.protect(digest):
-            size_bytes = await asyncio.to_thread(_check_initial_model, parts.blobs, digest, spec)
+        with self.blobs.protect(digest):
+            size_bytes = await asyncio.to_thread(_check_initial_model, self.blobs, digest, spec)
             initial = ModelVersion(version=0, round=0, attempt=0, digest=digest, size_bytes=size_bytes)
-            used = parts.plugins.find_used(spec, spec.config)
+            used = self.plugins.find_used(spec, spec.config)
             state = JobState(job_id=new_id("j"), spec=spec, latest=initial, plugins=used)
             entry = AuditEntry(current_operator(), audit.AuditAction.JOB_CREATED, state.job_id, {"name": spec.name})
             key = validation.key(request.idempotency_key)
-            record = await parts.budgets.create_job(state, request.job_file, key, [entry])
+            record = await self.budgets.create_job(state, request.job_file, key, [entry])
         created = record.state.job_id
         if created != state.job_id and not await self._has_done(audit.AuditAction.JOB_CREATED, created):
             raise RefusedError(Code.INVALID_REQUEST, "idempotency_key was used by another operator; choose a new one")
-        parts.jobs.add(record, creator=current_operator())
-        return await parts.view.show(parts.jobs.find(record.state.job_id))
+        self.jobs.add(record, creator=current_operator())
+        return await self.view.show(self.jobs.find(record.state.job_id))
 
     @override
     async def ListJobs(self, request: admin_pb2.ListJobsRequest, context: Context) -> admin_pb2.ListJobsResponse:
         size, after = pages.size(request.page_size), pages.token(request.page_token, pages.ID)
-        jobs = self._parts.jobs
+        jobs = self.jobs
         found = select(jobs, JobFilter.of(request), after)
         states = found.rest[: size + 1]
         keys = [state.attempt.key for state in states[:size] if state.attempt is not None]
-        attempts = await self._parts.store.jobs.find_attempts(keys)
+        attempts = await self.store.jobs.find_attempts(keys)
 
         def encode(state: JobState) -> admin_pb2.Job:
             last = attempts.get(state.attempt.key) if state.attempt is not None else None
-            return self._parts.view.encode(
-                dataclasses.replace(jobs.record(state.job_id), state=state, job_file=""), last
-            )
+            return self.view.encode(dataclasses.replace(jobs.record(state.job_id), state=state, job_file=""), last)
 
         page, token = pages.cut(states, size, encode, lambda state: state.job_id)
         return admin_pb2.ListJobsResponse(
@@ -144,7 +132,7 @@ class JobsService(admin_pb2_grpc.JobsServicer):
 
     @override
     async def ShowJob(self, request: admin_pb2.JobRequest, context: Context) -> admin_pb2.Job:
-        return await self._parts.view.show(self._parts.jobs.find(request.job))
+        return await self.view.show(self.jobs.find(request.job))
 
     @override
     async def StartJob(self, request: admin_pb2.JobRequest, context: Context) -> admin_pb2.Job:
@@ -164,41 +152,41 @@ class JobsService(admin_pb2_grpc.JobsServicer):
 
     @override
     async def SetJob(self, request: admin_pb2.SetJobRequest, context: Context) -> admin_pb2.Job:
-        parts, record = self._parts, self._parts.jobs.find(request.job)
+        record = self.jobs.find(request.job)
         job = record.state
         if job.status in ENDED_JOBS:
             raise RefusedError(Code.ILLEGAL_ACTION, f"cannot change a job that is {job.status}")
         if record.problem:
             raise RefusedError(Code.ILLEGAL_ACTION, f"this server cannot read the job: {record.problem}")
-        text, spec = await parts.files.change(record.job_file, request.changes)
+        text, spec = await self.files.change(record.job_file, request.changes)
         spec = structs.replace(job.spec, retention=spec.retention, retry=spec.retry)
         details = {"name": job.spec.name, "changes": "; ".join(request.changes)[:1000]}
         entry = AuditEntry(current_operator(), audit.AuditAction.JOB_CHANGED, job.job_id, details)
-        await parts.store.jobs.change_job_file(job.job_id, text, [entry])
-        parts.jobs.change_file(job.job_id, text)
-        verdict = await parts.runner.submit(SpecChanged(job.job_id, spec))
+        await self.store.jobs.change_job_file(job.job_id, text, [entry])
+        self.jobs.change_file(job.job_id, text)
+        verdict = await self.runner.submit(SpecChanged(job.job_id, spec))
         if not verdict.accepted:
             raise RefusedError(Code.ILLEGAL_ACTION, verdict.text)
-        return await parts.view.show(parts.jobs.find(job.job_id))
+        return await self.view.show(self.jobs.find(job.job_id))
 
     async def _has_done(self, action: audit.AuditAction, subject: str) -> bool:
         """Return whether the calling operator has done something with a job or model, according to the audit log."""
         which = audit.AuditFilter(current_operator(), action, subject=subject)
-        return bool(await self._parts.store.audit.list_rows(limit=1, which=which))
+        return bool(await self.store.audit.list_rows(limit=1, which=which))
 
     async def _command(self, name: str, action: JobAction) -> admin_pb2.Job:
-        record = self._parts.jobs.find(name)
+        record = self.jobs.find(name)
         job_id, before = record.state.job_id, record.state.plugins
-        loaded = self._parts.plugins.select(before)
+        loaded = self.plugins.select(before)
         details = {"name": name}
         if action in (JobAction.START, JobAction.RESUME) and loaded != before:
             details["plugins"] = describe_versions(loaded)
         entry = AuditEntry(current_operator(), _AUDIT_ACTIONS[action], job_id, details)
         command = OperatorCommand(job_id, action, loaded, record.problem)
-        verdict = await self._parts.runner.submit(command, audit=[entry])
+        verdict = await self.runner.submit(command, audit=[entry])
         if not verdict.accepted:
             raise RefusedError(Code.ILLEGAL_ACTION, verdict.text)
-        return await self._parts.view.show(self._parts.jobs.find(job_id))
+        return await self.view.show(self.jobs.find(job_id))
 
 
 def _check_initial_model(blobs: BlobStore, digest: str, spec: JobSpec) -> int:

@@ -13,7 +13,7 @@ import dataclasses
 import datetime
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn, cast
 
 from google.protobuf.descriptor import ServiceDescriptor
@@ -101,9 +101,9 @@ class _Refusal:
     operator: str = ""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OperatorAccessParts:
-    """The parts that `OperatorAccess` uses."""
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class OperatorAccess:
+    """Admits the calls of operators. Delays refusals, and limits how many are pending."""
 
     store: OperatorStore
     quotas: Quotas
@@ -111,15 +111,7 @@ class OperatorAccessParts:
     audit: BoundedAudit
     delay_s: float
     """The time after which a refusal is sent."""
-
-
-class OperatorAccess:
-    """Admits the calls of operators. Delays refusals, and limits how many are pending."""
-
-    def __init__(self, parts: OperatorAccessParts, clock: Callable[[], float] = time.time) -> None:
-        self._parts = parts
-        self._clock = clock
-        self._refused: OrderedDict[str, _RefusedCalls] = OrderedDict()
+    _refused: OrderedDict[str, _RefusedCalls] = dataclasses.field(default_factory=OrderedDict, init=False)
 
     async def admit(self, method: str, context: Context) -> str:
         """Return the name of the calling operator. Raises `RefusedError` if it may not call `/service/name`."""
@@ -137,7 +129,7 @@ class OperatorAccess:
 
     def _count(self, operator: OperatorRecord, context: Context) -> None:
         """Count a call until it ends, even if it is refused for its role."""
-        end_call = self._parts.quotas.operator_call(operator.name)
+        end_call = self.quotas.operator_call(operator.name)
 
         def on_done(_: object) -> None:
             end_call()
@@ -153,11 +145,11 @@ class OperatorAccess:
         if len(values) > 1 or scheme != "Bearer" or not looks_like_token(token):
             reason = "the authorization is not an operator's token; expected: Bearer TOKEN"
             await self._refuse(context, _Refusal(method, Code.NO_OPERATOR, reason))
-        operator = await self._parts.store.find_operator(hash_token(token))
+        operator = await self.store.find_operator(hash_token(token))
         if operator is None:
             reason = "the token is unknown, or its operator was removed"
             await self._refuse(context, _Refusal(method, Code.NO_OPERATOR, reason))
-        if not operator.is_valid(self._clock()):
+        if not operator.is_valid(time.time()):
             assert operator.expires_unix_s is not None
             day = datetime.datetime.fromtimestamp(operator.expires_unix_s, datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
             reason = f"the token of operator {operator.name} expired {day}"
@@ -166,7 +158,7 @@ class OperatorAccess:
 
     async def _refuse(self, context: Context, refusal: _Refusal) -> NoReturn:
         """Refuse a call after a delay, with a limit of pending ones, so that guessing tokens or methods is slow."""
-        origin = self._parts.origins.of(context)
+        origin = self.origins.of(context)
         caller = f"operator {refusal.operator}" if refusal.code is Code.ROLE_TOO_LOW else origin.network
         refused = self._refused.setdefault(caller, _RefusedCalls())
         self._refused.move_to_end(caller)
@@ -177,16 +169,16 @@ class OperatorAccess:
             raise RefusedError(Code.TOO_MANY_LOGINS)
         refused.pending += 1
         try:
-            if self._clock() >= refused.audited_at + NOTE_EVERY_S:
+            if time.time() >= refused.audited_at + NOTE_EVERY_S:
                 await self._audit(refused, refusal, origin.address)
-            await asyncio.sleep(self._parts.delay_s)
+            await asyncio.sleep(self.delay_s)
         finally:
             refused.pending -= 1
         raise RefusedError(refusal.code, refusal.reason)
 
     async def _audit(self, refused: _RefusedCalls, refusal: _Refusal, address: str) -> None:
-        refused.audited_at, count, refused.num_since_audit = self._clock(), refused.num_since_audit, 0
+        refused.audited_at, count, refused.num_since_audit = time.time(), refused.num_since_audit, 0
         details = {"why": refusal.reason, "address": address, "num_refused": count}
         action = AuditAction.ROLE_REFUSED if refusal.code is Code.ROLE_TOO_LOW else AuditAction.LOGIN_REFUSED
         logs.get().warning("an operator's call was refused", method=refusal.method, **details)
-        await self._parts.audit.append(AuditEntry(refusal.operator or address, action, refusal.method, details))
+        await self.audit.append(AuditEntry(refusal.operator or address, action, refusal.method, details))

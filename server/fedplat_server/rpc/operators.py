@@ -10,6 +10,7 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from typing_extensions import override
@@ -21,14 +22,14 @@ from fedplat_server import __version__
 from fedplat_server.auth import addresses
 from fedplat_server.auth.tls import Certificates
 from fedplat_server.coordination.alert_monitor import AlertMonitor, DiskSpace
-from fedplat_server.coordination.alerts import Alert, Severity
 from fedplat_server.coordination.runner import Runner
 from fedplat_server.database.store import Store
 from fedplat_server.errors import Code, ConfigError, LastAdminError, OperatorError, RefusedError
 from fedplat_server.instruments import FullWrites
 from fedplat_server.messages import convert, validation
 from fedplat_server.records import operators
-from fedplat_server.records.audit import AuditAction, AuditEntry, AuditFilter, AuditRow
+from fedplat_server.records.audit import AuditAction, AuditEntry, AuditFilter
+from fedplat_server.records.events import Alert, Severity
 from fedplat_server.records.lease import Lease
 from fedplat_server.records.operators import OperatorRecord
 from fedplat_server.rpc import pages
@@ -52,9 +53,9 @@ class StatusFacts:
     plugins: Sequence[PluginVersion]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OperatorsParts:
-    """The parts that `OperatorsService` uses."""
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class OperatorsService(admin_pb2_grpc.OperatorsServicer):
+    """The handlers of the service."""
 
     facts: StatusFacts
     lease: Lease
@@ -64,26 +65,19 @@ class OperatorsParts:
     alerts: AlertMonitor
     full_writes: FullWrites
 
-
-class OperatorsService(admin_pb2_grpc.OperatorsServicer):
-    """The handlers of the service."""
-
-    def __init__(self, parts: OperatorsParts) -> None:
-        self._parts = parts
-
     @override
     async def GetStatus(self, request: admin_pb2.GetStatusRequest, context: Context) -> admin_pb2.GetStatusResponse:
-        parts, facts = self._parts, self._parts.facts
-        coordinator, certificates = parts.runner.coordinator, parts.certificates
+        facts = self.facts
+        coordinator, certificates = self.runner.coordinator, self.certificates
         disk = await asyncio.to_thread(DiskSpace.of, facts.data_dir)
-        alerts = parts.alerts.evaluate(disk)
+        alerts = self.alerts.evaluate(disk)
         jobs = Counter(state.status.value for state in coordinator.jobs.values())
         return admin_pb2.GetStatusResponse(
             software_version=__version__,
             protocol_version=wire.PROTOCOL_VERSION,
             uptime_s=time.time() - facts.started_unix_s,
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            num_clients=await parts.store.clients.count_clients(),
+            num_clients=await self.store.clients.count_clients(),
             num_waiting=len(coordinator.room.clients),
             num_busy=coordinator.num_busy,
             num_jobs=dict(jobs),
@@ -91,11 +85,11 @@ class OperatorsService(admin_pb2_grpc.OperatorsServicer):
             evaluators=facts.evaluators,
             trainers=facts.trainers,
             plugins=convert.plugins(facts.plugins),
-            num_storage_full=parts.full_writes.num,
-            leader=parts.lease.holder,
-            leader_address=parts.lease.address,
-            term=parts.lease.term,
-            gateway=addresses.forwarded_for(context, parts.lease.secret).gateway,
+            num_storage_full=self.full_writes.num,
+            leader=self.lease.holder,
+            leader_address=self.lease.address,
+            term=self.lease.term,
+            gateway=addresses.forwarded_for(context, self.lease.secret).gateway,
             insecure=certificates is None,
             certificate_expires_unix_s=certificates.loaded.expires.timestamp() if certificates else 0.0,
             certificate_days_left=certificates.days_left if certificates else 0.0,
@@ -123,18 +117,18 @@ class OperatorsService(admin_pb2_grpc.OperatorsServicer):
         token, token_hash = operators.new_operator_token()
         entry = AuditEntry(current_operator(), AuditAction.OPERATOR_ADDED, name, {"role": role})
         try:
-            await self._parts.store.operators.add_operator(record, token_hash, [entry])
+            await self.store.operators.add_operator(record, token_hash, [entry])
         except OperatorError as exc:
             raise RefusedError(Code.NAME_TAKEN, str(exc)) from exc
-        return admin_pb2.AddOperatorResponse(operator=_operator(record), token=token)
+        return admin_pb2.AddOperatorResponse(operator=convert.encode(admin_pb2.Operator, record), token=token)
 
     @override
     async def ListOperators(
         self, request: admin_pb2.ListOperatorsRequest, context: Context
     ) -> admin_pb2.ListOperatorsResponse:
         size, after = pages.size(request.page_size), pages.token(request.page_token, pages.NAME)
-        records = await self._parts.store.operators.list_operators(after=after, limit=size + 1)
-        page, token = pages.cut(records, size, _operator, lambda record: record.name)
+        records = await self.store.operators.list_operators(after=after, limit=size + 1)
+        page, token = pages.cut(records, size, partial(convert.encode, admin_pb2.Operator), lambda record: record.name)
         return admin_pb2.ListOperatorsResponse(operators=page, next_page_token=token)
 
     @override
@@ -145,7 +139,7 @@ class OperatorsService(admin_pb2_grpc.OperatorsServicer):
             raise RefusedError(Code.NO_SUCH_OPERATOR, repr(request.name[:80]))
         entry = AuditEntry(current_operator(), AuditAction.OPERATOR_REMOVED, request.name)
         try:
-            await self._parts.store.operators.remove_operator(request.name, [entry], keep_an_admin=True)
+            await self.store.operators.remove_operator(request.name, [entry], keep_an_admin=True)
         except LastAdminError as exc:
             raise RefusedError(Code.LAST_ADMIN) from exc
         except OperatorError as exc:
@@ -164,41 +158,13 @@ class OperatorsService(admin_pb2_grpc.OperatorsServicer):
             newest_first=request.newest_first,
         )
         first = min(request.after_sequence, 2**62)
-        rows = await self._parts.store.audit.list_rows(last[0] if last is not None else first, size + 1, which)
-        events, token = pages.cut(rows, size, _audit_event, lambda row: str(row.sequence))
-        total = await self._parts.store.audit.count_rows(first, which)
+        rows = await self.store.audit.list_rows(last[0] if last is not None else first, size + 1, which)
+        events, token = pages.cut(
+            rows, size, partial(convert.encode, admin_pb2.AuditEvent), lambda row: str(row.sequence)
+        )
+        total = await self.store.audit.count_rows(first, which)
         return admin_pb2.ListAuditResponse(events=events, next_page_token=token, total=total)
 
 
 def _alert(alert: Alert, since_unix_s: float) -> admin_pb2.Alert:
-    return admin_pb2.Alert(
-        name=alert.name,
-        severity=_SEVERITIES[alert.severity],
-        text=alert.text,
-        remedy=alert.remedy,
-        job_id=alert.job_id,
-        population=alert.population,
-        since_unix_s=since_unix_s,
-    )
-
-
-def _audit_event(row: AuditRow) -> admin_pb2.AuditEvent:
-    return admin_pb2.AuditEvent(
-        sequence=row.sequence,
-        unix_s=row.unix_s,
-        actor=row.actor,
-        action=row.action,
-        subject=row.subject,
-        details=row.details,
-        previous_hash=row.previous_hash,
-        hash=row.hash,
-    )
-
-
-def _operator(record: OperatorRecord) -> admin_pb2.Operator:
-    return admin_pb2.Operator(
-        name=record.name,
-        role=record.role,
-        created_unix_s=record.created_unix_s,
-        expires_unix_s=record.expires_unix_s or 0.0,
-    )
+    return convert.encode(admin_pb2.Alert, alert, severity=_SEVERITIES[alert.severity], since_unix_s=since_unix_s)

@@ -40,9 +40,9 @@ class ReceivedUpdate(NamedTuple):
     norm: float | None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReportIntakeParts:
-    """The parts that `ReportIntake` uses."""
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class ReportIntake:
+    """Receives the uploads and reports of clients for their open assignments."""
 
     limits: Limits
     runner: Runner
@@ -53,13 +53,6 @@ class ReportIntakeParts:
     blobs: BlobStore
     quotas: Quotas
 
-
-class ReportIntake:
-    """Receives the uploads and reports of clients for their open assignments."""
-
-    def __init__(self, parts: ReportIntakeParts) -> None:
-        self._parts = parts
-
     async def receive_upload(
         self, assignment: Assignment, header: fleet_pb2.UploadHeader, messages: AsyncIterator[streams.UploadMessage]
     ) -> int:
@@ -67,13 +60,12 @@ class ReportIntake:
 
         Raises `RefusedError`.
         """
-        parts = self._parts
-        refusal = self._half_of(assignment).judge(parts.finder.job_of(assignment), assignment)
+        refusal = self._half_of(assignment).judge(self.finder.job_of(assignment), assignment)
         if not refusal.accepted:
             await self._reject(assignment, refusal)
             raise errors.RefusedError(errors.Code.STALE_ASSIGNMENT, refusal.text)
         await self._check_size(assignment, header.size_bytes)
-        started = await parts.runner.submit(UploadStarted(*assignment.id))
+        started = await self.runner.submit(UploadStarted(*assignment.id))
         if not started.accepted:
             raise errors.RefusedError(errors.Code.STALE_ASSIGNMENT, started.text or started.reason or "")
         size_bytes = min(max(header.size_bytes - header.offset, 0), memory.UPLOAD_BYTES)
@@ -83,19 +75,19 @@ class ReportIntake:
                 await self._count_bytes(assignment, len(part.data))
                 yield part.data
 
-        async with parts.memory.uploads.share(size_bytes):
+        async with self.memory.uploads.share(size_bytes):
             is_busy = functools.partial(self._is_busy, assignment)
-            open_upload = functools.partial(parts.spool.open, assignment.id)
+            open_upload = functools.partial(self.spool.open, assignment.id)
             return await streams.receive(open_upload, header, contents(), is_busy)
 
     async def count_received(self, assignment: Assignment, digest: str) -> int:
         """Return the number of bytes of an update that were received, where its upload resumes."""
-        return await asyncio.to_thread(self._parts.spool.count_received, assignment.id, digest)
+        return await asyncio.to_thread(self.spool.count_received, assignment.id, digest)
 
     async def submit_report(self, assignment: Assignment, request: fleet_pb2.ReportRequest) -> Verdict:
         """Validate a report and submit it to the coordinator. Raises `RefusedError` if it must be sent again."""
-        parts, update_bytes, norm = self._parts, 0, None
-        job, half = parts.finder.job_of(assignment), self._half_of(assignment)
+        update_bytes, norm = 0, None
+        job, half = self.finder.job_of(assignment), self._half_of(assignment)
         verdict = half.judge(job, assignment)
         try:
             rule = build_rule(job.spec)
@@ -115,7 +107,7 @@ class ReportIntake:
                 return await self._reject(assignment, received)
             if received is not None:
                 update_bytes, norm = received
-        return await parts.runner.submit(
+        return await self.runner.submit(
             UpdateReported(
                 *assignment.id, request.digest, request.num_examples, dict(request.metrics), update_bytes, norm
             )
@@ -128,20 +120,20 @@ class ReportIntake:
 
         None if the assignment has ended since and the update was deleted: the coordinator then returns the verdict.
         """
-        parts, digest = self._parts, validation.digest(request.digest)
+        digest = validation.digest(request.digest)
         if request.update:
             await self._count_bytes(assignment, len(request.update))
-        job = parts.finder.job_of(assignment)
+        job = self.finder.job_of(assignment)
         try:
-            async with parts.blobs.local(job.latest.digest) as (base,):
+            async with self.blobs.local(job.latest.digest) as (base,):
                 validate = await self._half_of(assignment).validator(job, assignment, base)
                 # One thread call for all steps: for a small update, switching threads costs more than the work.
-                return await parts.spool.run_in_thread(
-                    assignment.id, receive_update, parts.spool, assignment.id, digest, request.update, validate
+                return await self.spool.run_in_thread(
+                    assignment.id, receive_update, self.spool, assignment.id, digest, request.update, validate
                 )
         except (errors.BlobFullError, errors.BlobUnavailableError):
             # It is sent again because of the server: an outage must not exhaust the client's quota.
-            parts.quotas.refund(assignment.client_id, assignment.key, len(request.update))
+            self.quotas.refund(assignment.client_id, assignment.key, len(request.update))
             raise
         except errors.SpoolError as exc:
             await self._abandon(assignment, f"the spool cannot be trusted: {exc}")
@@ -155,15 +147,15 @@ class ReportIntake:
 
     def _is_busy(self, assignment: Assignment) -> bool:
         """Return whether the client of an assignment is still working on it."""
-        current = self._parts.runner.coordinator.find(*assignment.id)
+        current = self.runner.coordinator.find(*assignment.id)
         return current is not None and current.is_busy
 
     def _half_of(self, assignment: Assignment) -> ServerHalf:
-        job = self._parts.finder.job_of(assignment)
-        return self._parts.halves.of(job, assignment.kind)
+        job = self.finder.job_of(assignment)
+        return self.halves.of(job, assignment.kind)
 
     async def _size_limit(self, assignment: Assignment) -> int:
-        job = self._parts.finder.job_of(assignment)
+        job = self.finder.job_of(assignment)
         try:
             return await self._half_of(assignment).size_limit(job, assignment)
         except (PluginError, UserCodeError) as exc:  # of a plugin, which may fail at any call
@@ -181,7 +173,7 @@ class ReportIntake:
         """Count the bytes that a client sends for an attempt, including repetitions; beyond the quota, end it."""
         limit = await self._size_limit(assignment)
         try:
-            self._parts.quotas.upload(assignment.client_id, assignment.key, limit, num_bytes)
+            self.quotas.upload(assignment.client_id, assignment.key, limit, num_bytes)
         except errors.RefusedError as exc:
             await self._fail(assignment, str(exc))
             raise
@@ -191,20 +183,20 @@ class ReportIntake:
 
         The other updates of an earlier attempt were synced before.
         """
-        attempt = self._parts.finder.job_of(assignment).open_attempt
+        attempt = self.finder.job_of(assignment).open_attempt
         if attempt is not None and attempt.key == assignment.key:
-            self._parts.runner.post(AggregationFailed(assignment.key, text))
+            self.runner.post(AggregationFailed(assignment.key, text))
         else:
             await self._fail(assignment, text)
 
     async def _fail(self, assignment: Assignment, text: str) -> None:
-        await self._parts.runner.submit(AssignmentFailed(*assignment.id, Reason.TRANSFER_FAILED, text))
+        await self.runner.submit(AssignmentFailed(*assignment.id, Reason.TRANSFER_FAILED, text))
 
     async def _reject(self, assignment: Assignment, refusal: Verdict) -> Verdict:
         """End the assignment; return the refusal, or the coordinator's verdict if the assignment has ended since."""
         assert refusal.reason is not None
-        text = validation.text(refusal.text, self._parts.limits.max_text)  # it may quote the client's input
-        verdict = await self._parts.runner.submit(UpdateRejected(*assignment.id, refusal.reason, text))
+        text = validation.text(refusal.text, self.limits.max_text)  # it may quote the client's input
+        verdict = await self.runner.submit(UpdateRejected(*assignment.id, refusal.reason, text))
         return Verdict(refusal.reason, text) if verdict.accepted else verdict
 
 

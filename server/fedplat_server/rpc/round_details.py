@@ -9,7 +9,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from fedplat.job import JobSpec
 from fedplat.rounds import Attempt, Coordinator, selection
@@ -43,12 +42,8 @@ _REPORTED = frozenset({AssignmentState.REPORTED, AssignmentState.MERGED})
 def reasons(outcomes: Iterable[sql_assignments.OutcomeCount]) -> list[admin_pb2.ReasonCount]:
     """Encode how assignments ended, with a description of each reason."""
     return [
-        admin_pb2.ReasonCount(
-            state=outcome.state,
-            reason=outcome.reason or "",
-            count=outcome.count,
-            text=REASON_TEXTS[outcome.reason] if outcome.reason is not None else "",
-            example=outcome.example,
+        convert.encode(
+            admin_pb2.ReasonCount, outcome, text=REASON_TEXTS[outcome.reason] if outcome.reason is not None else ""
         )
         for outcome in outcomes
     ]
@@ -148,19 +143,15 @@ WAITING_AFTER_S = 3.0
 """A watch is told that an attempt waits for clients after this time, if its other events are more seldom."""
 
 
-class ProgressParts(NamedTuple):
-    """The parts that `ProgressEvents` uses."""
-
-    coordinator: Coordinator
-    progress: ProgressTracker
-    view: JobView
-
-
 class ProgressEvents:
     """The progress events of one watch of a job: at most one in `every_s` seconds; 0 disables them."""
 
-    def __init__(self, job_id: str, every_s: float, parts: ProgressParts) -> None:
-        self._parts = parts
+    def __init__(
+        self, job_id: str, every_s: float, coordinator: Coordinator, progress: ProgressTracker, view: JobView
+    ) -> None:
+        self._coordinator = coordinator
+        self._progress = progress
+        self._view = view
         self._job_id = job_id
         self._every_s = every_s or math.inf
         self._clock = asyncio.get_running_loop().time
@@ -174,7 +165,7 @@ class ProgressEvents:
         now = self._clock()
         if now < self._due_at:
             return None
-        attempt = self._parts.coordinator.jobs[self._job_id].open_attempt
+        attempt = self._coordinator.jobs[self._job_id].open_attempt
         start = self._describe_start(attempt)
         is_waiting = attempt is not None and (attempt.phase is AttemptPhase.SELECTING or bool(start))
         if not is_waiting and now < self._progress_due_at:
@@ -191,7 +182,7 @@ class ProgressEvents:
             attempt=attempt.key.number,
             kind=convert.KINDS[attempt.kind],
         )
-        if (waits := self._parts.view.find_wait(attempt)) is not None:
+        if (waits := self._view.find_wait(attempt)) is not None:
             event.waiting.CopyFrom(waits)
         if start:
             event.reason = start
@@ -201,11 +192,11 @@ class ProgressEvents:
     def _describe_start(self, attempt: Attempt | None) -> str:
         if attempt is None or attempt.key.round > 0:
             return ""
-        job, room = self._parts.coordinator.jobs[self._job_id], self._parts.coordinator.room
+        job, room = self._coordinator.jobs[self._job_id], self._coordinator.room
         return find_training(job.spec).describe_start(len(selection.list_able(room, job)))
 
     def _describe_waiting(self, event: admin_pb2.JobEvent, attempt: Attempt) -> admin_pb2.JobEvent | None:
-        room = self._parts.coordinator.room
+        room = self._coordinator.room
         if self._job_id not in room.demands:
             return None
         unlike = room.describe_unlike(self._job_id)
@@ -214,8 +205,8 @@ class ProgressEvents:
         return event if self._is_new(attempt.key.round, event.reason) else None
 
     def _add_progress(self, event: admin_pb2.JobEvent, attempt: Attempt) -> admin_pb2.JobEvent | None:
-        job = self._parts.coordinator.jobs[self._job_id]
-        summary = self._parts.progress.summarize(job, attempt)
+        job = self._coordinator.jobs[self._job_id]
+        summary = self._progress.summarize(job, attempt)
         if summary is None or not self._is_new(attempt.key, (summary, *event.waiting.silent_client_ids)):
             return None
         event.progress.CopyFrom(convert.progress(summary))

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import datetime
+import functools
 import secrets
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import grpc
 from grpc import aio
@@ -21,7 +22,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from typing_extensions import override
 
 from fedplat import wire
-from fedplat.wire.v1 import admin_pb2_grpc, events_pb2_grpc, fleet_pb2, fleet_pb2_grpc
+from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc
 from fedplat_server import logs
 from fedplat_server.auth.addresses import Origins
 from fedplat_server.auth.pki_folder import PkiFolder
@@ -34,14 +35,9 @@ from fedplat_server.instruments import Instruments
 from fedplat_server.messages.streams import UploadMessage
 from fedplat_server.rpc import operator_access
 from fedplat_server.rpc.admission import FLEET, Admission, OpenAdmission, Reads
-from fedplat_server.rpc.clients import ClientsService
-from fedplat_server.rpc.events import EventsService
 from fedplat_server.rpc.handlers import Handler
 from fedplat_server.rpc.interceptor import ErrorInterceptor
-from fedplat_server.rpc.operators import OperatorsService
-from fedplat_server.rpc.privacy import PrivacyService
 from fedplat_server.rpc.routing.router import Collector, LocalRoute, PortReservation, Router
-from fedplat_server.rpc.webhooks import WebhooksService
 
 if TYPE_CHECKING:
     from fedplat_server.tracing.provider import Tracing
@@ -72,18 +68,6 @@ OPTIONS = (
 )
 
 
-class Handlers(NamedTuple):
-    """The objects that handle the calls of clients and operators, one for each service."""
-
-    fleet: fleet_pb2_grpc.FleetServicer
-    jobs: admin_pb2_grpc.JobsServicer
-    clients: ClientsService
-    operators: OperatorsService
-    privacy: PrivacyService
-    events: EventsService
-    webhooks: WebhooksService
-
-
 def combine(service: type[_Servicer], *makers: Callable[[], _Servicer]) -> _Servicer:
     """Return one object for a service whose methods several handlers share. Each overrides those that it handles."""
     combined, handlers = service(), [make() for make in makers]
@@ -93,17 +77,14 @@ def combine(service: type[_Servicer], *makers: Callable[[], _Servicer]) -> _Serv
     return combined
 
 
-def route(handlers: Handlers, admission: Admission) -> LocalRoute:
-    """Return the route of the leader: to its own services, for admitted calls."""
-    collector = cast(Any, Collector())  # generated code expects a server
-    fleet_pb2_grpc.add_FleetServicer_to_server(handlers.fleet, collector)
-    admin_pb2_grpc.add_JobsServicer_to_server(handlers.jobs, collector)
-    admin_pb2_grpc.add_ClientsServicer_to_server(handlers.clients, collector)
-    admin_pb2_grpc.add_OperatorsServicer_to_server(handlers.operators, collector)
-    admin_pb2_grpc.add_PrivacyServicer_to_server(handlers.privacy, collector)
-    events_pb2_grpc.add_EventsServicer_to_server(handlers.events, collector)
-    events_pb2_grpc.add_WebhooksServicer_to_server(handlers.webhooks, collector)
-    return LocalRoute([_file_methods(handlers.fleet), *collector.handlers], admission.admit)
+def route(
+    fleet: fleet_pb2_grpc.FleetServicer, add_others: Sequence[Callable[[Any], None]], admission: Admission
+) -> LocalRoute:
+    """Return the route of the leader, to its own services, for admitted calls; each of `add_others` adds one more."""
+    collector = Collector()
+    for add in (functools.partial(fleet_pb2_grpc.add_FleetServicer_to_server, fleet), *add_others):
+        add(cast(Any, collector))  # generated code expects a server
+    return LocalRoute([_file_methods(fleet), *collector.handlers], admission.admit)
 
 
 class _PublicServices(grpc.GenericRpcHandler):

@@ -11,6 +11,7 @@ from fedplat.wire.v1 import events_pb2, events_pb2_grpc
 from fedplat_server.auth.enrollment import new_id
 from fedplat_server.database.store import Store
 from fedplat_server.errors import Code, RefusedError, WebhookError
+from fedplat_server.messages import convert
 from fedplat_server.records import events
 from fedplat_server.records.audit import AuditAction, AuditEntry
 from fedplat_server.records.events import DeliveryRecord, DeliveryState, WebhookRecord
@@ -125,12 +126,4 @@ def _webhook(record: WebhookRecord) -> events_pb2.Webhook:
 
 
 def _delivery(record: DeliveryRecord) -> events_pb2.Delivery:
-    return events_pb2.Delivery(
-        webhook_id=record.webhook_id,
-        event=encode_event(record.event),
-        state=record.state,
-        num_attempts=record.num_attempts,
-        result=record.result,
-        last_unix_s=record.last_unix_s or 0.0,
-        next_unix_s=record.next_unix_s or 0.0,
-    )
+    return convert.encode(events_pb2.Delivery, record, event=encode_event(record.event))

@@ -22,9 +22,9 @@ from fedplat_server.rpc.client_access import AssignmentFinder, ClientAccess
 from fedplat_server.rpc.handlers import Context
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WorkingClientsParts:
-    """The parts that `WorkingClientsService` uses."""
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class WorkingClientsService(fleet_pb2_grpc.FleetServicer):
+    """The methods with which clients show that they work on their assignments, or do not any more."""
 
     access: ClientAccess
     finder: AssignmentFinder
@@ -34,51 +34,44 @@ class WorkingClientsParts:
     progress: ProgressTracker
     downloads: Downloads
 
-
-class WorkingClientsService(fleet_pb2_grpc.FleetServicer):
-    """The methods with which clients show that they work on their assignments, or do not any more."""
-
-    def __init__(self, parts: WorkingClientsParts) -> None:
-        self._parts = parts
-
     @override
     async def Fail(self, request: fleet_pb2.FailRequest, context: Context) -> fleet_pb2.FailResponse:
-        client = await self._parts.access.begin_call(context)
+        client = await self.access.begin_call(context)
         reason = convert.reason_from_wire(request.reason)
         if reason is None or reason not in FAILURES:
             raise RefusedError(
                 Code.INVALID_REQUEST, f"expected one of {', '.join(sorted(FAILURES))} as the reason of a failure"
             )
-        assignment = await self._parts.finder.find(client, request.token)
+        assignment = await self.finder.find(client, request.token)
         if assignment is not None and assignment.is_busy:
-            text = validation.text(request.text, self._parts.limits.max_text)
-            await self._parts.runner.submit(AssignmentFailed(*assignment.id, reason, text, client.session_number))
+            text = validation.text(request.text, self.limits.max_text)
+            await self.runner.submit(AssignmentFailed(*assignment.id, reason, text, client.session_number))
         return fleet_pb2.FailResponse()
 
     @override
     async def Heartbeat(self, request: fleet_pb2.HeartbeatRequest, context: Context) -> fleet_pb2.HeartbeatResponse:
-        client = await self._parts.access.begin_call(context)
+        client = await self.access.begin_call(context)
         progress = validation.progress(request.progress)
-        assignment = await self._parts.finder.find(client, request.token)
+        assignment = await self.finder.find(client, request.token)
         if assignment is None:
             return fleet_pb2.HeartbeatResponse(stop=convert.refusal(Reason.STALE, RETRY_SOON))
         if assignment.is_busy:
-            self._parts.progress.record(assignment, progress)
+            self.progress.record(assignment, progress)
             if progress > 0.0:  # it works: it has the model, perhaps from its cache
-                self._parts.downloads.record(assignment.id)
-            wait_s = validation.wait_s(request.wait_s, self._parts.limits)
-            with self._parts.long_polls.open_heartbeat(*assignment.id) as stopped, contextlib.suppress(TimeoutError):
+                self.downloads.record(assignment.id)
+            wait_s = validation.wait_s(request.wait_s, self.limits)
+            with self.long_polls.open_heartbeat(*assignment.id) as stopped, contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stopped.wait(), wait_s)
-            await self._parts.access.require(client)
-            assignment = await self._parts.finder.find(client, request.token)
+            await self.access.require(client)
+            assignment = await self.finder.find(client, request.token)
         if assignment is not None and assignment.is_busy:
-            remaining_s = max(assignment.deadline_at - self._parts.runner.now, 0.0)
+            remaining_s = max(assignment.deadline_at - self.runner.now, 0.0)
             uploading = assignment.state is AssignmentState.UPLOADING
             proceed = fleet_pb2.Continue(remaining_s=remaining_s, uploading=uploading)
             return fleet_pb2.HeartbeatResponse(proceed=proceed)
         if assignment is not None:
-            job_id, now = assignment.key.job_id, self._parts.runner.now
-            heartbeat_s = self._parts.finder.job_of(assignment).spec.deadlines.heartbeat_s
-            self._parts.progress.record_overdue(client.client_id, job_id, now + MISSED_HEARTBEATS * heartbeat_s)
+            job_id, now = assignment.key.job_id, self.runner.now
+            heartbeat_s = self.finder.job_of(assignment).spec.deadlines.heartbeat_s
+            self.progress.record_overdue(client.client_id, job_id, now + MISSED_HEARTBEATS * heartbeat_s)
         reason = (assignment.reason if assignment is not None else None) or Reason.STALE
         return fleet_pb2.HeartbeatResponse(stop=convert.refusal(reason, RETRY_SOON))

@@ -23,18 +23,7 @@ from typing import Self
 from fedplat import durable
 from fedplat_server import crash_points
 from fedplat_server.instruments import Instruments
-from fedplat_server.storage import files
-from fedplat_server.storage.blob_folder import (
-    TEMPORARY,
-    BlobBackend,
-    BlobFolder,
-    Orphans,
-    StoredDigests,
-    UnsettledBlobs,
-    remove_on_error,
-    remove_temporary,
-    temporary,
-)
+from fedplat_server.storage import blob_folder, files
 from fedplat_server.storage.ownership import Owner
 
 _NUM_FETCHES = 4
@@ -50,15 +39,15 @@ class BlobStore:
     """
 
     def __init__(
-        self, folder: Path, instruments: Instruments | None = None, backend: BlobBackend | None = None
+        self, folder: Path, instruments: Instruments | None = None, backend: blob_folder.BlobBackend | None = None
     ) -> None:
         """Without a `backend` the blobs are in the folder too."""
         self.folder = folder
         instruments = instruments or Instruments()
-        self._backend = backend or BlobFolder(folder, instruments)
+        self._backend = backend or blob_folder.BlobFolder(folder, instruments)
         self._sync_duration = instruments.blob_duration.labels("fsync", "folder")
         self.made: list[str] = []
-        self._unsettled = UnsettledBlobs()
+        self._unsettled = blob_folder.UnsettledBlobs()
         self._fetches: dict[str, asyncio.Future[Path]] = {}
         self._threads = ThreadPoolExecutor(_NUM_FETCHES, "fetch blobs")
         with files.translate_os_errors(f"making the folder {folder}"):
@@ -130,8 +119,8 @@ class BlobStore:
     @contextlib.contextmanager
     def writer(self) -> Generator[BlobWriter]:
         """Store a blob that is written within the block; the writer's `blob` is its digest and size afterwards."""
-        path = self.folder / f"{uuid.uuid4().hex}{TEMPORARY}"
-        with files.translate_os_errors("writing a blob"), remove_on_error(path):
+        path = self._temporary()
+        with files.translate_os_errors("writing a blob"), blob_folder.remove_on_error(path):
             descriptor = durable.create(path)
             try:
                 with crash_points.step("blob.write"), BlobWriter(descriptor) as writer:
@@ -192,7 +181,7 @@ class BlobStore:
 
         After a crash, `remove_orphans` removes the file.
         """
-        with temporary(self.folder) as path:
+        with blob_folder.temporary(self.folder) as path:
             yield path
 
     def path(self, digest: str) -> Path:
@@ -231,7 +220,7 @@ class BlobStore:
         """Return the digests of all blobs."""
         return frozenset(self.list_sizes())
 
-    def remove_orphans(self, stored: StoredDigests) -> Orphans:
+    def remove_orphans(self, stored: blob_folder.StoredDigests) -> blob_folder.Orphans:
         """Remove the blobs that the database has given up, set aside those that it does not know, and return how many.
 
         Also removes temporary files that a crash left, and what was set aside long enough ago.
@@ -239,7 +228,7 @@ class BlobStore:
         Only for the start: a blob that was just written is not referenced yet. An object store keeps the blobs that
         are not old enough (`blob_objects.MIN_AGE_S`).
         """
-        remove_temporary(self.folder)
+        blob_folder.remove_temporary(self.folder)
         self.expire()
         return self._backend.remove_orphans(stored)
 
@@ -251,6 +240,9 @@ class BlobStore:
         """Remove the blobs that were set aside long enough ago (`files.SET_ASIDE_KEEP_S`)."""
         self._backend.expire()
 
+    def _temporary(self) -> Path:
+        return self.folder / f"{uuid.uuid4().hex}{blob_folder.TEMPORARY}"
+
     def _move_in(self, source: Path, digest: str) -> None:
         self.made.append(digest)
         self._backend.move_in(source, digest, self._unsettled)
@@ -259,7 +251,7 @@ class BlobStore:
 class Sweep:
     """A removal of blobs that the database does not reference, as read after the sweep began."""
 
-    def __init__(self, backend: BlobBackend, unsettled: UnsettledBlobs) -> None:
+    def __init__(self, backend: blob_folder.BlobBackend, unsettled: blob_folder.UnsettledBlobs) -> None:
         self._backend = backend
         self._unsettled = unsettled
 

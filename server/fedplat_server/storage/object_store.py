@@ -13,7 +13,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -335,10 +335,9 @@ class StoreHealth:
     `problem` is None after a success. The log gets the first failure and the first success after it.
     """
 
-    def __init__(self, url: str, unix_s: Callable[[], float] = time.time) -> None:
+    def __init__(self, url: str) -> None:
         self.url = url
         self.problem: StoreProblem | None = None
-        self._unix_s = unix_s
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
@@ -355,7 +354,7 @@ class StoreHealth:
             logs.get().info("the object store works again", store=self.url, failures=before.num_failures)
 
     def _note_failure(self, text: str) -> None:
-        now = self._unix_s()
+        now = time.time()
         with self._lock:
             before = self.problem
             first, since = (1, now) if before is None else (before.num_failures + 1, before.since_unix_s)

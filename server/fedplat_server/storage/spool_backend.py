@@ -66,7 +66,6 @@ class SpoolBackend(Protocol):
 
         Raises `ConfigError` if it belongs to another one, or has no owner and most attempts are unknown.
         """
-        ...
 
     def keep(self, needed: Sequence[AssignmentId], known: Collection[str]) -> Sequence[tuple[AssignmentId, str]]:
         """Remove the other copies of `known` attempts, and set unknown ones aside; return those left, with digests."""
@@ -74,11 +73,9 @@ class SpoolBackend(Protocol):
 
     def expire(self) -> None:
         """Remove the copies that were set aside long enough ago."""
-        ...
 
     def make_durable(self, key: AssignmentId, digest: str, path: Path) -> None:
         """Make a synced file durable. Raises `BlobError`, of which `SpoolError` ends the attempt."""
-        ...
 
     def has_copy(self, key: AssignmentId, digest: str) -> bool:
         """Return whether `keep` has found a copy of an update, which `fetch` can get."""
@@ -86,19 +83,15 @@ class SpoolBackend(Protocol):
 
     def fetch(self, key: AssignmentId, digest: str, path: Path) -> None:
         """Write the copy of an update into a new file. The caller checks the digest. Raises `BlobError`."""
-        ...
 
     def delete(self, keys: Iterable[AssignmentId]) -> None:
         """Remove the copies of updates whose assignments have ended. Never raises: what is left is removed later."""
-        ...
 
     def forget(self, attempt: AttemptKey) -> None:
         """Drop what is known of an attempt that has ended."""
-        ...
 
     def close(self) -> None:
         """Start no more work."""
-        ...
 
 
 class FolderBackend(SpoolBackend):

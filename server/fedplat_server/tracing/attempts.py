@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,21 +58,12 @@ class SentMark:
 
 
 class AttemptTraces:
-    """The background task. `retry_s` is the first delay before traces are sent again; the delays double."""
+    """The background task. The first delay before traces are sent again is `RETRY_S`; the delays double."""
 
-    def __init__(
-        self,
-        tracing: Tracing,
-        store: TraceStore,
-        mark: SentMark,
-        retry_s: float = RETRY_S,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, tracing: Tracing, store: TraceStore, mark: SentMark) -> None:
         self._tracing = tracing
         self._store = store
         self._mark = mark
-        self._retry_s = retry_s
-        self._clock = clock
         self._sent = 0
         self._ended = asyncio.Event()
         self._closing = asyncio.Event()
@@ -102,12 +93,12 @@ class AttemptTraces:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
-        pause_s = self._retry_s
+        pause_s = RETRY_S
         while True:
             await self._ended.wait()
             self._ended.clear()
             if await self._send():
-                pause_s = self._retry_s
+                pause_s = RETRY_S
             elif not self._closing.is_set():
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._closing.wait(), pause_s)
@@ -120,7 +111,7 @@ class AttemptTraces:
         """Send all ended attempts, in batches; return whether that succeeded."""
         try:
             while attempts := await self._store.list_ended_attempts(
-                self._sent, since_unix_s=self._clock() - MAX_AGE_S, limit=BATCH, max_assignments=ids.MAX_ASSIGNMENTS
+                self._sent, since_unix_s=time.time() - MAX_AGE_S, limit=BATCH, max_assignments=ids.MAX_ASSIGNMENTS
             ):
                 if not await asyncio.to_thread(self._tracing.export, attempts):
                     return False

@@ -116,9 +116,8 @@ class _EvaluationProcess:
         """
         loop = asyncio.get_running_loop()
         try:
-            with (
-                _safe_path()
-            ):  # a new pool starts a process for its resources, and its first call that of the evaluator
+            # A new pool starts a process for its resources, and its first call that of the evaluator.
+            with _safe_path():
                 self._pool = self._pool or ProcessPoolExecutor(
                     max_workers=1,
                     mp_context=multiprocessing.get_context("spawn"),

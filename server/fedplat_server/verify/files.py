@@ -213,7 +213,6 @@ class SpoolPlace(Protocol):
 
     def list_updates(self) -> None:
         """List what is there, before the rows are read."""
-        ...
 
     def check(self, needed: Mapping[AssignmentId, str]) -> Iterator[tuple[AssignmentId, Finding]]:
         """Check I3: every acknowledged update that is not merged yet is there, with the reported digest."""

@@ -137,14 +137,14 @@ class WorkerPool:
         async with self._connect() as channel:
             return await self._describe(channel)
 
-    async def is_ready(self, timeout_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> bool:
+    async def is_ready(self, timeout_s: float = 0.0) -> bool:
         """Return whether a pool listens; wait up to `timeout_s` for one that is starting."""
-        deadline = clock() + timeout_s
+        deadline = time.monotonic() + timeout_s
         while True:
             try:
                 await self.describe()
             except PoolError:
-                if clock() >= deadline:
+                if time.monotonic() >= deadline:
                     return False
                 await asyncio.sleep(_RETRY_S)
             else:
@@ -198,10 +198,9 @@ class LocalRank:
     (one, or OMP_NUM_THREADS), so the results have the same bits.
     """
 
-    def __init__(self, backend: Literal["auto", "gloo"] = "auto", idle_s: float = IDLE_S) -> None:
+    def __init__(self, backend: Literal["auto", "gloo"] = "auto") -> None:
         """Create a rank that computes on a GPU if there is one; with "gloo", on the CPU."""
         self._backend = backend
-        self._idle_s = idle_s
         self._starting = asyncio.Lock()
         self._process: Process | None = None
         self._folder: Path | None = None
@@ -227,7 +226,7 @@ class LocalRank:
         finally:
             self._num_tasks -= 1
             if not self._num_tasks:
-                self._idle_timer = asyncio.get_running_loop().call_later(self._idle_s, self.kill)
+                self._idle_timer = asyncio.get_running_loop().call_later(IDLE_S, self.kill)
 
     async def close(self) -> None:
         """Kill the process and wait until it has ended."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 
 import pytest
 
@@ -15,10 +14,12 @@ from fedplat_server.errors import WebhookError
 from fedplat_server.records.audit import AuditAction, AuditEntry
 from fedplat_server.records.events import (
     MAX_WEBHOOKS,
+    Alert,
     DeliveryState,
     EventRow,
     EventType,
     SendResult,
+    Severity,
     WebhookRecord,
     after_attempt,
     new_secret,
@@ -30,18 +31,8 @@ FAILURE = SendResult(False, "503")
 SUCCESS = SendResult(True, "200")
 
 
-@dataclasses.dataclass
-class AlertOfTest:
-    """What the events of an alert are made of."""
-
-    name: str
-    text: str
-    job_id: str = ""
-    population: str = ""
-
-
-def alert(number: int) -> AlertOfTest:
-    return AlertOfTest(f"alert_{number}", f"number {number}")
+def alert(number: int) -> Alert:
+    return Alert(f"alert_{number}", Severity.WARNING, f"number {number}", "")
 
 
 def webhook(number: int = 0, *types: str) -> WebhookRecord:
@@ -95,8 +86,8 @@ async def test_what_changes_beside_jobs_has_events_too(store: Store) -> None:
     await store.operators.remove_operator("anna")
     await store.ledger.set_budget("demo", Budget(8.0, 1e-6), 0)
     await store.ledger.set_budget("demo", None, 1)
-    await store.events.record_alerts([AlertOfTest("disk_full", "the disk is full", "j-1", "demo")], [])
-    await store.events.record_alerts([], [AlertOfTest("disk_full", "the disk is full", "j-1", "demo")])
+    await store.events.record_alerts([Alert("disk_full", Severity.WARNING, "the disk is full", "", "j-1", "demo")], [])
+    await store.events.record_alerts([], [Alert("disk_full", Severity.WARNING, "the disk is full", "", "j-1", "demo")])
     await store.events.record_alerts([], [])
     found = [(one.type, one.subject, one.population, one.text) for one in (await store.events.list_events())[-6:]]
     assert found == [
@@ -163,8 +154,14 @@ async def test_a_commit_wakes_who_waits_for_events(store: Store) -> None:
 
 async def test_the_raised_alerts_are_those_that_have_not_ended(store: Store) -> None:
     """Alerts of one name differ by their job and population."""
-    everywhere, here = AlertOfTest("failing", "x"), AlertOfTest("failing", "x", "j-1", "demo")
-    there, elsewhere = AlertOfTest("failing", "x", "j-2", "demo"), AlertOfTest("failing", "x", "", "other")
+    everywhere, here = (
+        Alert("failing", Severity.WARNING, "x", ""),
+        Alert("failing", Severity.WARNING, "x", "", "j-1", "demo"),
+    )
+    there, elsewhere = (
+        Alert("failing", Severity.WARNING, "x", "", "j-2", "demo"),
+        Alert("failing", Severity.WARNING, "x", "", "", "other"),
+    )
     await store.events.record_alerts([everywhere, here, there], [])
     await store.events.record_alerts([elsewhere], [everywhere, there])
     await store.events.record_alerts([everywhere], [])

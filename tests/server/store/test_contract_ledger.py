@@ -22,6 +22,7 @@ from fedplat_server.database.store import Store
 from fedplat_server.errors import PopulationChangedError, StaleRevisionError, StoreError
 from fedplat_server.records.audit import AuditAction as Noted
 from fedplat_server.records.audit import AuditEntry
+from support.ledgers import list_releases
 from support.store.driver import JOB_FILE, NOW, Driver, digest_of, draft
 
 PRIVATE = """
@@ -66,15 +67,15 @@ async def train(driver: Driver, job_id: str, rounds: int) -> None:
 async def test_each_version_of_a_private_job_has_one_row(store: Store) -> None:
     driver = Driver(store)
     await start(driver)
-    assert await store.ledger.list_releases("one") == []
+    assert await list_releases(store, "one") == []
     await train(driver, "one", 2)
     await driver.restart()
-    rows = await store.ledger.list_releases("one")
+    rows = await list_releases(store, "one")
     assert [(row.version, row.round, row.mechanism) for row in rows] == [(1, 1, MECHANISM), (2, 2, MECHANISM)]
     assert rows[0].unix_s < rows[1].unix_s
     await train(driver, "one", 1)
     assert driver.coordinator.jobs["one"].status is JobStatus.COMPLETED
-    assert len(await store.ledger.list_releases("one")) == 3
+    assert len(await list_releases(store, "one")) == 3
 
 
 async def test_rows_of_private_jobs_are_as_the_first_release_reads_them(store: Store, database: str) -> None:
@@ -99,7 +100,7 @@ async def test_a_warm_start_is_no_release(store: Store) -> None:
     await driver.create("one", PRIVATE + 'warm_start = { trainer = "public", batch_size = 8, learning_rate = 0.1 }\n')
     await driver.restart()
     await driver.warm_start("one")
-    assert await store.ledger.list_releases("one") == []
+    assert await list_releases(store, "one") == []
     versions = [record.version for record in await store.jobs.list_versions("one")]
     assert [(one.version, one.round, one.attempt, one.num_updates) for one in versions] == [(0, 0, 0, 0), (1, 0, 1, 0)]
     attempt, _ = await store.jobs.list_attempts(AttemptFilter("one", all_attempts=True))
@@ -107,7 +108,7 @@ async def test_a_warm_start_is_no_release(store: Store) -> None:
     await driver.restart()
     await train(driver, "one", 3)
     assert driver.coordinator.jobs["one"].status is JobStatus.COMPLETED
-    assert [(row.version, row.round) for row in await store.ledger.list_releases("one")] == [(2, 1), (3, 2), (4, 3)]
+    assert [(row.version, row.round) for row in await list_releases(store, "one")] == [(2, 1), (3, 2), (4, 3)]
 
 
 async def test_other_jobs_have_none(store: Store) -> None:
@@ -115,7 +116,7 @@ async def test_other_jobs_have_none(store: Store) -> None:
     await driver.create("other")
     await driver.finish_attempt("other", "a")
     assert len(await store.jobs.list_versions("other")) == 2
-    assert await store.ledger.list_releases("other") == [] == await store.ledger.list_releases("nobody")
+    assert await list_releases(store, "other") == [] == await list_releases(store, "nobody")
 
 
 async def test_a_commit_that_is_repeated_is_charged_once(store: Store) -> None:
@@ -125,7 +126,7 @@ async def test_a_commit_that_is_repeated_is_charged_once(store: Store) -> None:
     await store.jobs.save([change], NOW)
     with pytest.raises(StaleRevisionError):
         await store.jobs.save([change], NOW)
-    assert [row.version for row in await store.ledger.list_releases("one")] == [1]
+    assert [row.version for row in await list_releases(store, "one")] == [1]
 
 
 async def test_a_version_without_its_row_is_refused(store: Store) -> None:
@@ -138,9 +139,9 @@ async def test_a_version_without_its_row_is_refused(store: Store) -> None:
     with pytest.raises(StoreError, match="version 1 and the ledger do not agree; nothing was stored"):
         await store.jobs.save([changed], NOW)
     assert len(await store.jobs.list_versions("one")) == 1
-    assert await store.ledger.list_releases("one") == []
+    assert await list_releases(store, "one") == []
     await store.jobs.save([change], NOW)
-    assert len(await store.ledger.list_releases("one")) == 1
+    assert len(await list_releases(store, "one")) == 1
 
 
 async def test_a_row_of_a_job_that_is_not_private_is_refused(store: Store) -> None:

@@ -20,6 +20,7 @@ from fedplat_server.database.clients import Enrollment, EnrollmentToken
 from fedplat_server.database.engine import async_url, create_engine
 from fedplat_server.database.jobs import AttemptFilter
 from fedplat_server.database.store import Store
+from support.ledgers import list_releases
 from support.rounds.secure_driver import answer_event, confirmation_event, keys_event, report_event, shares_event
 from support.store.driver import check_invariants
 from support.store.secure import CLIENTS, FILE, PRIVATE, SecureDriver, finish, play
@@ -148,7 +149,7 @@ async def test_every_unmasked_sum_is_charged_by_its_survivors(store: Store, data
     assert account.released == tuple(charges(job.spec, [3, 5]))
     planned, most = (charge.mechanism.noise_multiplier for charge in account.released)
     assert (planned, most) == pytest.approx((4.0, 4.0 * (5 / 3) ** 0.5))
-    (row,) = await store.ledger.list_releases("one")
+    (row,) = await list_releases(store, "one")
     assert (row.version, row.mechanism.noise_multiplier) == (1, most)
     await check_invariants(database)
 

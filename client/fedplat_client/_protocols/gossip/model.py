@@ -79,8 +79,6 @@ class SiloModel:
         """Return the largest magnitude of an entry."""
         return find_largest(self.read())
 
-    # --- training --------------------------------------------------------------------------------------------
-
     def to_parameters(self) -> Parameters:
         """Return the silo's model for a trainer, with the other entries of its last training."""
         model = files.replace_entries(self._initial, self.read())
@@ -118,8 +116,6 @@ class SiloModel:
             num_examples=num_examples,
             metrics=dict(metrics),
         )
-
-    # --- neighbours ------------------------------------------------------------------------------------------
 
     def prepare(self, round_number: int, relay: RelaySecret, rng: np.random.Generator) -> None:
         """Make the model ready for neighbours in a round; with a codec as one more step of the public copy.
@@ -259,8 +255,6 @@ class SiloModel:
         ]
         total, weight = combine((row.own, *own), others)  # type: ignore[arg-type] -- these sums are float64
         return files.make_sum_file(total.astype(np.float64, copy=False), weight)
-
-    # --- means -----------------------------------------------------------------------------------------------
 
     def keep_mean(self, mean: Vector, round_number: int, attempt: int, chunks: tuple[str, ...]) -> PendingMean:
         """Store the mean of an attempt at a ring, and return it."""

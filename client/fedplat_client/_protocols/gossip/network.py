@@ -21,8 +21,8 @@ import numpy as np
 from fedplat.errors import SecureAggregationError
 from fedplat.gossip.shares import MAX_SHARE
 from fedplat.gossip.steps import Contact
+from fedplat.secure_aggregation import relay
 from fedplat.secure_aggregation.primitives import KeyPair
-from fedplat.secure_aggregation.relay import TAG_BYTES, RelayExchange, RelayKey, RelayLink, RelayMember, RelayMessage
 from fedplat.wire import pieces
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import errors
@@ -87,8 +87,8 @@ class PeerNetwork:
 
     connection: Connection
     token: str
-    exchange: RelayExchange
-    own: RelayMember
+    exchange: relay.RelayExchange
+    own: relay.RelayMember
     key: KeyPair
     trusted: Collection[bytes] | None
     port: PeerPort
@@ -106,8 +106,6 @@ class PeerNetwork:
             channel.close()
         self._channels.clear()
 
-    # --- trust -----------------------------------------------------------------------------------------------
-
     def is_trusted(self, contact: Contact) -> bool:
         """Return whether the client's owner allows exchanges with another silo."""
         return self.trusted is None or contact.public_key in self.trusted
@@ -118,19 +116,19 @@ class PeerNetwork:
         if contact.silo == self.own.client_id:
             raise errors.PeerError("REFUSED", f"the server named {contact.silo}, this silo itself, as another one")
 
-    def _verify(self, contact: Contact) -> RelayMember:
+    def _verify(self, contact: Contact) -> relay.RelayMember:
         """Return another silo as a member of the relay's exchange, whose key it has signed."""
         self._check(contact)
         if not contact.relay_key:
             raise errors.PeerError("REFUSED", f"{contact.silo} has neither a port nor a key for the server's relay")
-        member = RelayMember(contact.silo, contact.public_key, RelayKey(contact.relay_key, contact.relay_signature))
+        member = relay.RelayMember(
+            contact.silo, contact.public_key, relay.RelayKey(contact.relay_key, contact.relay_signature)
+        )
         try:
             self.exchange.verify(member, self.trusted)
         except SecureAggregationError as exc:
             raise errors.PeerError("REFUSED", str(exc)) from exc
         return member
-
-    # --- through the ports of others -------------------------------------------------------------------------
 
     def fetch(self, sender: Contact, remote: RemoteFile, control: Control) -> Path:
         """Return the path of a verified file from the port of another silo."""
@@ -142,13 +140,11 @@ class PeerNetwork:
         self.counter.add(received=remote.size_bytes)
         return path
 
-    # --- through the server ----------------------------------------------------------------------------------
-
     def send(self, receiver: Contact, digest: str, path: Path, control: Control) -> None:
         """Send a file through the server. Raises also `TransferError`, `CallError` and `OSError`."""
         sealed = self.folder / f"sealed-{digest}-{receiver.public_key.hex()}"
         try:
-            link = RelayLink(self.exchange, self.own, self._verify(receiver), digest, path.stat().st_size)
+            link = relay.RelayLink(self.exchange, self.own, self._verify(receiver), digest, path.stat().st_size)
             seal_file(link, self.key, path, sealed)
             content = Content((np.memmap(sealed, np.uint8, mode="r").data,))
             transfer.upload(self.connection, self.token, content, control, receiver.silo, digest)
@@ -164,7 +160,7 @@ class PeerNetwork:
         Raises `NotSentYetError` if it has not after `wait_s`.
         """
         _check_digest(remote)
-        link = RelayLink(self.exchange, self._verify(sender), self.own, remote.digest, remote.size_bytes)
+        link = relay.RelayLink(self.exchange, self._verify(sender), self.own, remote.digest, remote.size_bytes)
         sealed, plain = self.folder / f"received-{remote.digest}", self.folder / f"opened-{remote.digest}"
         try:
             with sealed.open("wb") as target:
@@ -219,11 +215,9 @@ class PeerNetwork:
                 if num_received < size_bytes:
                     raise errors.PeerError("WRONG_SIZE", f"{num_received} of {size_bytes} bytes came from {sender}")
 
-    # --- rings -----------------------------------------------------------------------------------------------
-
     def send_chunk(self, receiver: Contact, name: ChunkName, content: bytes, control: Control) -> None:
         """Send a chunk of a ring through the server."""
-        message = RelayMessage(self.exchange, self.own, self._verify(receiver), name.relayed)
+        message = relay.RelayMessage(self.exchange, self.own, self._verify(receiver), name.relayed)
         sealed = message.seal(self.key, content)
         try:
             parts = Content((memoryview(sealed),))
@@ -241,11 +235,11 @@ class PeerNetwork:
             content = fetch_chunk(channel, file, control.remaining_s, control.signal, control.options)
             self.counter.add(received=size_bytes)
             return content
-        message = RelayMessage(self.exchange, self._verify(sender), self.own, name.relayed)
+        message = relay.RelayMessage(self.exchange, self._verify(sender), self.own, name.relayed)
         while True:
             received = bytearray()
             try:
-                sealed_bytes = size_bytes + TAG_BYTES
+                sealed_bytes = size_bytes + relay.TAG_BYTES
                 self._receive(sender.silo, name.relayed, sealed_bytes, received.extend, CHUNK_WAIT_S, control)
                 return message.open(self.key, bytes(received))
             except errors.NotSentYetError as exc:
@@ -294,11 +288,9 @@ class Offers(Protocol):
 
     def update(self, deliveries: Iterable[Delivery]) -> None:
         """Replace the files: begin with new ones, and end those that are not there any more."""
-        ...
 
     def close(self) -> None:
         """End all."""
-        ...
 
 
 class PortOffers:

@@ -100,8 +100,6 @@ class SiloRound:
             case _:
                 return self._calls.wait(step) if self._is_announced else self._announce()
 
-    # --- what others may have --------------------------------------------------------------------------------
-
     def _serve(self, step: steps.SiloStep) -> None:
         """Let other silos have what the step says."""
         with contextlib.suppress(PeerError):  # the certificate of the port is still valid
@@ -126,8 +124,6 @@ class SiloRound:
             else:
                 text = "A silo gets no models: it is not one of the trusted clients."
                 _logger.warning(text, extra={"peer": each.silo})
-
-    # --- announcing, and the models of neighbours ------------------------------------------------------------
 
     def _announce(self) -> steps.SiloStep:
         """Train, unless a trained model is there, and announce the model."""
@@ -185,8 +181,6 @@ class SiloRound:
                 extra={"round": row.round},
             )
 
-    # --- rings -----------------------------------------------------------------------------------------------
-
     def _offer_key(self, attempt: int) -> steps.SiloReport:
         """Return a fresh key for an attempt; or the mean of an earlier one, once, which then stands."""
         mean, number = self._model.state.mean, self._work.round
@@ -237,8 +231,6 @@ class SiloRound:
                 pass  # the phase is over
         self._calls.control.signal.check()
         return watch.following or self._calls.take()
-
-    # --- means -----------------------------------------------------------------------------------------------
 
     def _adopt(self, instruction: steps.AdoptMean) -> steps.SiloStep:
         """Replace the silo's model by a mean, once its file is there."""

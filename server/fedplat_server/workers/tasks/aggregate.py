@@ -72,7 +72,6 @@ class _Sums(Protocol):
 
     def fold(self, values: Values, contribution: Contribution) -> None:
         """Add this rank's part of an update."""
-        ...
 
     def close(self) -> Accumulator:
         """Return the sum of all updates over this rank's columns."""

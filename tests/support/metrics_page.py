@@ -1,6 +1,6 @@
 """The table of metrics in docs/operations.md, made from the catalogue.
 
-    python -m fedplat_server.metrics.reference docs/operations.md
+    python tests/support/metrics_page.py docs/operations.md
 
 writes it between `<!-- metrics -->` and `<!-- end -->`.
 """
