@@ -10,8 +10,7 @@ from typing import TypeVar
 
 from fedplat.wire import proxies
 from fedplat.wire.v1 import model_pb2
-from fedplat_client.cancellation import StopSignal
-from fedplat_client.errors import CallError, ServerUnavailableError, UnreachableError
+from fedplat_client import cancellation, errors
 from fedplat_client.options import ClientOptions
 
 _LONGEST_RETRY_S = 86_400.0
@@ -39,7 +38,7 @@ class Backoff:
         delay_s = self._options.rng.uniform(0.0, bound)
         return delay_s if wish is None else max(delay_s, draw_s(wish, self._options.rng))
 
-    def next_after(self, exc: CallError, lasted_s: float) -> float:
+    def next_after(self, exc: errors.CallError, lasted_s: float) -> float:
         """Return the delay in seconds after a call that has failed; one that was cut is no failure of the server."""
         if is_cut(exc, lasted_s):
             self.reset()
@@ -50,13 +49,13 @@ class Backoff:
         self._failures = 0
 
 
-def is_cut(exc: CallError, lasted_s: float) -> bool:
+def is_cut(exc: errors.CallError, lasted_s: float) -> bool:
     """Return whether a call had waited at the server when its connection broke.
 
     Load balancers end connections and calls that are silent for some time, often a minute, and calls that wait for work
     are. With a back-off that grows each time, an idle client would be away for a large part of its time.
     """
-    return isinstance(exc, UnreachableError) and exc.was_cut(lasted_s)
+    return isinstance(exc, errors.UnreachableError) and exc.was_cut(lasted_s)
 
 
 def draw_s(window: model_pb2.RetryWindow, rng: random.Random) -> float:
@@ -75,10 +74,10 @@ def note_failures(number: int, text: str) -> None:
 def retry(
     call: Callable[[], _Answer],
     options: ClientOptions,
-    signal: StopSignal,
+    signal: cancellation.StopSignal,
     *,
     attempts: float = math.inf,
-    recover: Callable[[ServerUnavailableError], object] = lambda exc: None,
+    recover: Callable[[errors.ServerUnavailableError], object] = lambda exc: None,
 ) -> _Answer:
     """Repeat a call, with back-off, until the server gives a usable answer.
 
@@ -90,7 +89,7 @@ def retry(
         began = options.clock()
         try:
             return call()
-        except ServerUnavailableError as exc:
+        except errors.ServerUnavailableError as exc:
             failures += 1
             note_failures(failures, exc.text)
             if failures >= attempts or options.wait(signal, backoff.next_after(exc, options.clock() - began)):

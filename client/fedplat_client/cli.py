@@ -15,18 +15,15 @@ from typing import Any, TypeAlias, TypedDict, Unpack
 import click
 
 from fedplat import texts
-from fedplat.config import user_code
-from fedplat.config.loaded_plugins import parse_plugins
+from fedplat.config import loaded_plugins, user_code
 from fedplat.errors import FedplatError, MissingExtraError, PluginError, TicketError
 from fedplat.secure_aggregation.options import MAX_GROUP, MIN_GROUP
 from fedplat.wire import process_tuning
-from fedplat_client import log
+from fedplat_client import errors, log, task
 from fedplat_client._auth import tickets
 from fedplat_client._version import __version__
 from fedplat_client.client import Client
-from fedplat_client.errors import DataDirectoryError
 from fedplat_client.options import ClientOptions
-from fedplat_client.task import Task
 
 _Decorator: TypeAlias = Callable[[Callable[..., None]], Callable[..., None]]
 _PARTITION_LABELS = ("partition_id", "num_partitions")
@@ -307,7 +304,7 @@ def identity(**options: Unpack[_IdentityOptions]) -> None:
         key = client.load_public_key()
     except (ValueError, TicketError) as exc:
         raise _UsageError(str(exc)) from exc
-    except DataDirectoryError as exc:
+    except errors.DataDirectoryError as exc:
         raise click.ClickException(log.make_printable(str(exc))) from exc
     click.echo(key)
 
@@ -361,7 +358,7 @@ def _create_client(options: _RunOptions) -> Client:
             client.add_evaluator(name, getattr(function, "evaluate", function))
     except PluginError as exc:
         raise _UsageError(f"--plugin {exc}") from exc
-    except (ValueError, TicketError, DataDirectoryError, MissingExtraError) as exc:
+    except (ValueError, TicketError, errors.DataDirectoryError, MissingExtraError) as exc:
         raise _UsageError(str(exc)) from exc
     return client
 
@@ -412,7 +409,7 @@ def _read_arguments(options: _ClientCommandOptions) -> _ClientArguments:
         "labels": dict(_parse_label(text) for text in options["labels"]),
         "data_dir": options["data_dir"],
         "options": ClientOptions(cache_limit_bytes=options["cache_limit"], **named),
-        "plugins": parse_plugins(options["plugins"]),
+        "plugins": loaded_plugins.parse_plugins(options["plugins"]),
     }
 
 
@@ -441,7 +438,7 @@ def _parse_label(text: str) -> tuple[str, str]:
     return key, value
 
 
-def _load(option: str, spec: str) -> tuple[str, Callable[[Task], Any]]:
+def _load(option: str, spec: str) -> tuple[str, Callable[[task.Task], Any]]:
     """Return the name and the function of `[name=]module:function`."""
     name, _, target = spec.rpartition("=")
     try:

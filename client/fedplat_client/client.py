@@ -28,12 +28,8 @@ from fedplat_client._state.model_cache import ModelCache
 from fedplat_client._state.privacy_ledger import PrivacyLedger
 from fedplat_client._state.served_attempts import ServedAttempts
 from fedplat_client._state.two_phase import ClientStateStore, Residuals
-from fedplat_client._work import assignment, process_group
-from fedplat_client._work.failures import CheckInResult
-from fedplat_client._work.model_download import Downloader
+from fedplat_client._work import assignment, failures, model_download, process_group, training, work
 from fedplat_client._work.peers.port import PeerPort
-from fedplat_client._work.training import LocalTrainers
-from fedplat_client._work.work import ClientParts
 from fedplat_client.backoff import Backoff, draw_s, is_cut
 from fedplat_client.options import ClientOptions
 from fedplat_client.task import EvaluateFunction, TrainFunction
@@ -42,7 +38,7 @@ if TYPE_CHECKING:
     from fedplat_client._protocols.gossip.worker import SiloWorker
 
 Function = TypeVar("Function", TrainFunction, EvaluateFunction)
-RunAssignment: TypeAlias = Callable[[fleet_pb2.Assignment], CheckInResult]
+RunAssignment: TypeAlias = Callable[[fleet_pb2.Assignment], failures.CheckInResult]
 _logger = logging.getLogger(__name__)
 
 
@@ -251,7 +247,7 @@ class Client:
 
             yield session, prepare, worker.run
 
-    def _open_parts(self, connection: Connection, key: SigningKey) -> ClientParts:
+    def _open_parts(self, connection: Connection, key: SigningKey) -> work.ClientParts:
         directory, options = self._directory, self._options
         try:
             cache = ModelCache(directory.models, options.cache_limit_bytes)
@@ -259,13 +255,13 @@ class Client:
             raise errors.DataDirectoryError(
                 f"{directory.models} cannot be used: {exc}; free space or make it writable"
             ) from exc
-        return ClientParts(
+        return work.ClientParts(
             connection=connection,
-            downloader=Downloader(connection, cache, options.max_model_bytes, self._plugins.table),
+            downloader=model_download.Downloader(connection, cache, options.max_model_bytes, self._plugins.table),
             residuals=Residuals(directory.residuals, options.cache_limit_bytes, cache.give_way),
             served=ServedAttempts(directory.served),
             client_states=ClientStateStore(directory.client_states, options.cache_limit_bytes, cache.give_way),
-            trainers=LocalTrainers(
+            trainers=training.LocalTrainers(
                 trainers=self._trainers,
                 evaluators=self._evaluators,
                 ledger=PrivacyLedger(directory.privacy, f"{self._server} {self._population}"),
@@ -276,7 +272,7 @@ class Client:
             key=key,
         )
 
-    def _open_silos(self, client: ClientParts, port: PeerPort, signed: SignedAccess) -> SiloWorker:
+    def _open_silos(self, client: work.ClientParts, port: PeerPort, signed: SignedAccess) -> SiloWorker:
         """Return what runs assignments of decentralised jobs; other clients do not load its modules."""
         from fedplat_client._protocols.gossip.worker import SiloParts, SiloWorker
         from fedplat_client._state.silo_store import SiloStore
@@ -333,7 +329,7 @@ class Client:
     def _stopped_within(self, delay_s: float) -> bool:
         return self._options.wait(self._stop, delay_s) if delay_s > 0 else self._stop.is_set()
 
-    def _delay_s(self, outcome: CheckInResult, backoff: Backoff) -> float:
+    def _delay_s(self, outcome: failures.CheckInResult, backoff: Backoff) -> float:
         if not outcome.failed:
             backoff.reset()
         if outcome.retry is not None:
@@ -372,13 +368,13 @@ def _validate_labels(labels: Mapping[str, str]) -> dict[str, str]:
     return dict(labels)
 
 
-def _read_refusal(reply: fleet_pb2.CheckInResponse) -> CheckInResult:
+def _read_refusal(reply: fleet_pb2.CheckInResponse) -> failures.CheckInResult:
     """Convert a check-in without an assignment; if the server names no retry window, the client backs off."""
     refusal = reply.refusal
     _logger.debug("No assignment: %s", refusal.text, extra={"reason": cancellation.reason_name(refusal.reason)})
     if refusal.HasField("retry"):
-        return CheckInResult(failed=False, retry=refusal.retry)
-    return CheckInResult(failed=True)
+        return failures.CheckInResult(failed=False, retry=refusal.retry)
+    return failures.CheckInResult(failed=True)
 
 
 def _register(table: dict[str, Function], kind: str, name: str, function: Function) -> Function:

@@ -10,10 +10,9 @@ from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 
-from fedplat import claims, texts
+from fedplat import claims, errors, texts
 from fedplat.client_state import ClientState
 from fedplat.config.plugins import BUILTIN, Plugins
-from fedplat.errors import ModelError
 from fedplat.model import Parameters, Schema
 from fedplat.wire.v1 import model_pb2
 from fedplat_client._state.privacy_ledger import PrivacyLedger
@@ -216,7 +215,7 @@ def _fit_schema(argument: str, values: Any, schema: Schema) -> Parameters:
     if isinstance(values, _Module):
         values = values.state_dict()
     if not isinstance(values, Mapping):
-        raise ModelError(
+        raise errors.ModelError(
             f"{argument} is a {type(values).__name__}; expected Parameters, a mapping of arrays by the names of "
             "task.parameters, a state_dict or an nn.Module"
         )

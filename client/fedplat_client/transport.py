@@ -15,8 +15,7 @@ from google.protobuf.message import Message
 from fedplat import wire
 from fedplat.wire import auth, pieces, proxies
 from fedplat.wire.v1 import fleet_pb2, model_pb2, peer_pb2
-from fedplat_client import errors
-from fedplat_client.cancellation import StopSignal
+from fedplat_client import cancellation, errors
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 Response = TypeVar("Response", bound=Message)
@@ -133,7 +132,7 @@ class _Future(Protocol[Response_co]):
     def cancel(self) -> object: ...
 
 
-def result(future: _Future[Response_co], signal: StopSignal) -> Response_co:
+def result(future: _Future[Response_co], signal: cancellation.StopSignal) -> Response_co:
     """Return the response of a call; cancel the call when the signal is set. Raises `CallError` or `Cancelled`."""
     with signal.attach(future.cancel):
         try:

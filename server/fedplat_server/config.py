@@ -9,9 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from fedplat.claims import MetricLimits
+from fedplat import claims, submission_checks
 from fedplat.config.loaded_plugins import NO_PLUGINS, LoadedPlugins
-from fedplat.submission_checks import MAX_JOB_FILE_BYTES, MAX_MODEL_BYTES
 
 DEFAULT_CACHE_BYTES = 8 << 30
 """The limit of the local copies of models that are in an object store."""
@@ -63,14 +62,14 @@ class Limits(msgspec.Struct, frozen=True):
 
     max_waiting: int = 100_000
     max_wait_s: float = 300.0
-    max_model_bytes: int = MAX_MODEL_BYTES
+    max_model_bytes: int = submission_checks.MAX_MODEL_BYTES
     max_labels: int = 64
     max_label_bytes: int = 8192
-    max_metrics: int = MetricLimits.num_metrics
-    max_metric_bytes: int = MetricLimits.name_bytes
+    max_metrics: int = claims.MetricLimits.num_metrics
+    max_metric_bytes: int = claims.MetricLimits.name_bytes
     max_text: int = 1000
     max_names: int = 256
-    max_job_file_bytes: int = MAX_JOB_FILE_BYTES
+    max_job_file_bytes: int = submission_checks.MAX_JOB_FILE_BYTES
     max_calls: int = 16
     max_streams: int = 4
     idle_s: float = 60.0
@@ -95,9 +94,9 @@ class Limits(msgspec.Struct, frozen=True):
     upload_wait_s: float = 10.0
 
     @property
-    def metrics(self) -> MetricLimits:
+    def metrics(self) -> claims.MetricLimits:
         """The limits on the metrics of a report."""
-        return MetricLimits(self.max_metrics, self.max_metric_bytes)
+        return claims.MetricLimits(self.max_metrics, self.max_metric_bytes)
 
 
 class LeaseTimes(msgspec.Struct, frozen=True):

@@ -10,10 +10,9 @@ from typing import Protocol
 
 from typing_extensions import override
 
-from fedplat_server import logs
+from fedplat_server import errors, logs
 from fedplat_server.config import LeaseTimes, ServerConfig
 from fedplat_server.database.sql_leases import LeaseStore, open_leases
-from fedplat_server.errors import LeadershipLostError, StoreError, StoreUnavailableError
 from fedplat_server.records import lease as rules
 from fedplat_server.records.lease import Candidate, HeldLease, Lease
 
@@ -95,7 +94,7 @@ class LeaseElection(Election):
             try:
                 held = await self._try(follow)
                 self.problem, log_at = "", time.monotonic()
-            except StoreUnavailableError as exc:
+            except errors.StoreUnavailableError as exc:
                 held, self.problem = None, NO_DATABASE
                 if time.monotonic() >= log_at:
                     logs.get().error("cannot read the lease: the database is unavailable", error=str(exc))
@@ -123,7 +122,7 @@ class LeaseElection(Election):
             await asyncio.sleep(max(pause_s, 0.0))
             requested_at = time.monotonic()
             if held.is_over(requested_at):  # this process was stopped, or was too busy to renew in time
-                raise LeadershipLostError("the lease could not be renewed in time")
+                raise errors.LeadershipLostError("the lease could not be renewed in time")
             renewal = asyncio.create_task(self._leases.renew(held.lease, self._times.valid_s), name="renewal")
             self._renewals.add(renewal)
             renewal.add_done_callback(self._renewals.discard)
@@ -131,22 +130,22 @@ class LeaseElection(Election):
             await asyncio.wait([renewal], timeout=max(held.ends_at - time.monotonic(), 0.0))
             if not renewal.done():
                 renewal.cancel()
-                raise LeadershipLostError("the lease could not be renewed in time: the database does not answer")
+                raise errors.LeadershipLostError("the lease could not be renewed in time: the database does not answer")
             try:
                 is_renewed = renewal.result()
-            except StoreUnavailableError as exc:
+            except errors.StoreUnavailableError as exc:
                 logs.get().warning("the lease was not renewed", error=str(exc))
                 pause_s = self._times.poll_s
             else:
                 if not is_renewed:
-                    raise LeadershipLostError(f"another daemon leads: term {held.lease.term} is over")
+                    raise errors.LeadershipLostError(f"another daemon leads: term {held.lease.term} is over")
                 held, pause_s = held.renew(requested_at, self._times), 0.0
 
     @override
     async def resign(self, held: HeldLease) -> None:
         try:
             await self._leases.release(held.lease)
-        except StoreError as exc:
+        except errors.StoreError as exc:
             logs.get().warning("the lease was not released; it will expire", error=str(exc))
 
     @override

@@ -12,9 +12,8 @@ import grpc
 from fedplat import wire
 from fedplat.wire import auth
 from fedplat.wire.v1 import fleet_pb2
+from fedplat_client import cancellation, errors
 from fedplat_client._state.data_dir import SigningKey
-from fedplat_client.cancellation import StopSignal
-from fedplat_client.errors import CallError, FencedError, SessionLostError
 from fedplat_client.transport import Metadata, Method, Response, result
 
 _CHALLENGE = Method("GetChallenge", fleet_pb2.GetChallengeResponse)
@@ -34,11 +33,11 @@ class CallCredentials:
 class Access(Protocol):
     """A method of authentication."""
 
-    def authenticate(self, method: str, request: bytes, signal: StopSignal) -> CallCredentials:
+    def authenticate(self, method: str, request: bytes, signal: cancellation.StopSignal) -> CallCredentials:
         """Return credentials for a call. Raises `CallError`, or `Cancelled` if the signal is set."""
         ...
 
-    def may_try_again(self, used: CallCredentials, exc: CallError) -> bool:
+    def may_try_again(self, used: CallCredentials, exc: errors.CallError) -> bool:
         """Return whether a failed call may be repeated at once, with other credentials."""
         ...
 
@@ -68,27 +67,27 @@ class SignedAccess:
         """The public key that the server identifies the client by."""
         return self._key.public
 
-    def authenticate(self, method: str, request: bytes, signal: StopSignal) -> CallCredentials:
+    def authenticate(self, method: str, request: bytes, signal: cancellation.StopSignal) -> CallCredentials:
         """Return credentials for a call; open a session if necessary."""
         use = self._signer.use(method, request, lambda: self._open_session(signal))
         return CallCredentials(self._channel, use.metadata, use.session_id)
 
-    def may_try_again(self, used: CallCredentials, exc: CallError) -> bool:
+    def may_try_again(self, used: CallCredentials, exc: errors.CallError) -> bool:
         """Return whether a failed call may be repeated at once, in another session."""
-        if isinstance(exc, SessionLostError):
+        if isinstance(exc, errors.SessionLostError):
             self._signer.forget(used.session_id)
             return True
         # FENCED does not mean a rival if this process opened a newer session while the call was in flight.
-        return isinstance(exc, FencedError) and not self._signer.is_current(used.session_id)
+        return isinstance(exc, errors.FencedError) and not self._signer.is_current(used.session_id)
 
-    def prove(self, method: Method[Response], request: bytes, signal: StopSignal) -> Response:
+    def prove(self, method: Method[Response], request: bytes, signal: cancellation.StopSignal) -> Response:
         """Make a call that proves possession of the key. Raises `CallError`."""
         challenge = fleet_pb2.GetChallengeRequest(protocol_version=wire.PROTOCOL_VERSION).SerializeToString()
         nonce = result(_CHALLENGE.start(self._channel, challenge, self._timeout_s, ()), signal).nonce
         metadata = sign_challenge(self._key, method.path, nonce, request)
         return result(method.start(self._channel, request, self._timeout_s, metadata), signal)
 
-    def _open_session(self, signal: StopSignal) -> str:
+    def _open_session(self, signal: cancellation.StopSignal) -> str:
         request = fleet_pb2.OpenSessionRequest(client_id=self.client_id, protocol_version=wire.PROTOCOL_VERSION)
         session_id = self.prove(_OPEN, request.SerializeToString(), signal).session_id
         self._on_session(self.client_id)

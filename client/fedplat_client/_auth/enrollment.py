@@ -12,18 +12,14 @@ from fedplat import wire
 from fedplat.codecs import CODECS
 from fedplat.config.loaded_plugins import NO_PLUGINS, LoadedPlugins
 from fedplat.secure_aggregation.setup import FEATURE
-from fedplat.wire import handshake, proxies
-from fedplat.wire.auth import Ticket
+from fedplat.wire import auth, handshake, proxies
 from fedplat.wire.v1 import fleet_pb2
-from fedplat_client import errors
-from fedplat_client._auth.authenticator import SignedAccess
-from fedplat_client._auth.calls import Connection, version_check
+from fedplat_client import cancellation, errors, transport
+from fedplat_client._auth import authenticator, calls
 from fedplat_client._state.data_dir import DataDirectory, Identity
 from fedplat_client._version import __version__
-from fedplat_client.cancellation import StopSignal
-from fedplat_client.transport import Method
 
-_ENROLL = Method("Enroll", fleet_pb2.EnrollResponse)
+_ENROLL = transport.Method("Enroll", fleet_pb2.EnrollResponse)
 _logger = logging.getLogger(__name__)
 
 
@@ -37,15 +33,15 @@ class ClientDescription:
     evaluators: Sequence[str]
     features: Sequence[str] = (FEATURE,)
     plugins: LoadedPlugins = NO_PLUGINS
-    ticket: Ticket | None = None
+    ticket: auth.Ticket | None = None
 
 
 @dataclass(frozen=True)
 class Endpoints:
     """The ways to call the server: `access` proves the client's identity, `connection` makes authenticated calls."""
 
-    access: SignedAccess
-    connection: Connection
+    access: authenticator.SignedAccess
+    connection: calls.Connection
 
 
 class ClientSession:
@@ -57,7 +53,7 @@ class ClientSession:
         directory: DataDirectory,
         identity: Identity,
         description: ClientDescription,
-        stop: StopSignal,
+        stop: cancellation.StopSignal,
     ) -> None:
         self._endpoints = endpoints
         self._directory = directory
@@ -86,7 +82,7 @@ class ClientSession:
             public_key=self._endpoints.access.public_key,
         )
         try:
-            with version_check():
+            with calls.version_check():
                 response = self._endpoints.access.prove(_ENROLL, request.SerializeToString(), self._stop)
         except errors.RevokedError:
             raise

@@ -17,12 +17,11 @@ import grpc
 
 from fedplat.wire import auth
 from fedplat.wire.v1 import fleet_pb2
-from fedplat_client import errors, transport
+from fedplat_client import cancellation, errors, transport
 from fedplat_client._auth.authenticator import CallCredentials, SignedAccess
 from fedplat_client._auth.calls import Connection
 from fedplat_client._state import data_dir
 from fedplat_client._state.data_dir import DataDirectory, Identity
-from fedplat_client.cancellation import StopSignal
 
 RENEW_AFTER = 2 / 3
 """The fraction of its lifetime after which a certificate is renewed."""
@@ -49,7 +48,7 @@ def connect_signed(signed: SignedAccess, identity: Identity, timeout_s: float, o
 
 
 def request_certificate(
-    signed: Connection, directory: DataDirectory, signal: StopSignal, *, listener: bool = False
+    signed: Connection, directory: DataDirectory, signal: cancellation.StopSignal, *, listener: bool = False
 ) -> tuple[bytes, fleet_pb2.RenewCertificateResponse]:
     """Request a certificate for the client's TLS key by a signed call; return the key (PEM) and the answer.
 
@@ -99,7 +98,7 @@ class CertificateAccess:
             self._retire()
             self._retire()
 
-    def authenticate(self, method: str, request: bytes, signal: StopSignal) -> CallCredentials:
+    def authenticate(self, method: str, request: bytes, signal: cancellation.StopSignal) -> CallCredentials:
         """Return credentials for a call; renew the certificate if it is due. Raises `CallError` or `Cancelled`."""
         with self._changing:
             now = self._clock()
@@ -125,7 +124,7 @@ class CertificateAccess:
         # The client is fenced by a rival, or by a newer session of this process: the signed call tells them apart.
         return isinstance(exc, errors.CertificateExpiredError | errors.FencedError)
 
-    def _renew(self, now: float, signal: StopSignal) -> _CertifiedChannel:
+    def _renew(self, now: float, signal: cancellation.StopSignal) -> _CertifiedChannel:
         current = self._current
         try:
             fresh = self._request_certificate(now, signal)
@@ -141,7 +140,7 @@ class CertificateAccess:
         _logger.info("The client has a new certificate.", extra={"valid_s": round(fresh.expires_at - now)})
         return fresh
 
-    def _request_certificate(self, now: float, signal: StopSignal) -> _CertifiedChannel:
+    def _request_certificate(self, now: float, signal: cancellation.StopSignal) -> _CertifiedChannel:
         key, answer = request_certificate(self._signed, self._directory, signal)
         host = self._identity.server.rpartition(":")[0]
         certificate = (key, answer.certificate.encode())
@@ -218,7 +217,7 @@ class PeerAccess:
         assert self._issued is not None, "renew was not called"
         return self._issued.credentials
 
-    def renew(self, signal: StopSignal) -> PeerCredentials:
+    def renew(self, signal: cancellation.StopSignal) -> PeerCredentials:
         """Return the credentials; request a certificate if it is due. Raises `CallError` or `Cancelled`.
 
         If that fails, a certificate that is still valid is kept, and the next request is made after a quarter of the
@@ -241,7 +240,7 @@ class PeerAccess:
                     self._issued = replace(issued, renew_at=now + (issued.expires_at - now) / 4)
             return self.current
 
-    def _request(self, now: float, signal: StopSignal) -> _Issued:
+    def _request(self, now: float, signal: cancellation.StopSignal) -> _Issued:
         key, answer = request_certificate(self._signed, self._directory, signal, listener=self._listens)
         if not answer.authorities:
             raise errors.CallRefusedError(

@@ -5,18 +5,15 @@ from __future__ import annotations
 from fedplat.client_state import ClientState
 from fedplat.codecs.container import Format
 from fedplat.wire.v1 import fleet_pb2, model_pb2
-from fedplat_client._work import encoding
-from fedplat_client._work.failures import AssignmentFailedError, CheckInResult
-from fedplat_client._work.training import fit_model, guard
-from fedplat_client._work.transfer import Content
+from fedplat_client._work import encoding, failures, training, transfer
 from fedplat_client._work.work import AssignedWork, Trained
 from fedplat_client.task import EvaluateResult, TrainResult
 
 
-def train(work: AssignedWork) -> CheckInResult:
+def train(work: AssignedWork) -> failures.CheckInResult:
     """Train, send the update, and report it."""
     if work.options.require_secure_aggregation or work.options.requires_noise:
-        raise AssignmentFailedError(
+        raise failures.AssignmentFailedError(
             model_pb2.REASON_UNSAFE_AGGREGATION,
             "the owner of this client allows training only with secure aggregation; the job has none",
         )
@@ -27,7 +24,7 @@ def train(work: AssignedWork) -> CheckInResult:
     return work.report(request, content)
 
 
-def evaluate(work: AssignedWork) -> CheckInResult:
+def evaluate(work: AssignedWork) -> failures.CheckInResult:
     """Evaluate the model, and report the metrics."""
     with work.heartbeat():
         trained = work.run(work.parts.trainers.find_evaluator(work.assignment.trainer), "evaluate")
@@ -44,20 +41,20 @@ def make_report(work: AssignedWork, result: TrainResult | EvaluateResult) -> fle
     )
 
 
-def _compute(work: AssignedWork) -> tuple[fleet_pb2.ReportRequest, Content, ClientState]:
+def _compute(work: AssignedWork) -> tuple[fleet_pb2.ReportRequest, transfer.Content, ClientState]:
     """Run the trainer. The copies of the model are freed when this returns, if the update is encoded."""
     trained = work.run(work.parts.trainers.find_trainer(work.assignment.trainer), "train")
     return make_report(work, trained.result), _encode(work, trained), trained.client_state
 
 
-def _encode(work: AssignedWork, trained: Trained[TrainResult]) -> Content:
+def _encode(work: AssignedWork, trained: Trained[TrainResult]) -> transfer.Content:
     """Return the bytes to send: the update, encoded if the job has a codec."""
     control, result, base = work.control, trained.result, trained.base
     codec = encoding.read_codec(work.assignment, work.parts.trainers.plugins)
     if codec is None:
-        return Content(fit_model(control, lambda: result.to_pieces(base)))
-    update = fit_model(control, lambda: result.to_update(base))
+        return transfer.Content(training.fit_model(control, lambda: result.to_pieces(base)))
+    update = training.fit_model(control, lambda: result.to_update(base))
     seed = work.options.rng.getrandbits(128)
-    with guard(control, "the trainer's result cannot be encoded"):
+    with training.guard(control, "the trainer's result cannot be encoded"):
         form, residuals = Format(codec, base.schema), work.parts.residuals
         return encoding.encode(work.assignment, update, form, seed, residuals, trained.merged)

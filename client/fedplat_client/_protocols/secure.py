@@ -22,10 +22,7 @@ from fedplat.secure_aggregation.participant import Participant
 from fedplat.secure_aggregation.setup import Setup, digest_task
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client._state.served_attempts import ServedAttempts
-from fedplat_client._work.failures import AssignmentFailedError, CheckInResult
-from fedplat_client._work.steps import StepCalls
-from fedplat_client._work.training import fit_model, read_config
-from fedplat_client._work.transfer import Content
+from fedplat_client._work import failures, steps, training, transfer
 from fedplat_client._work.work import AssignedWork
 from fedplat_client.options import ClientOptions
 from fedplat_client.task import Scalar, TrainResult
@@ -41,7 +38,7 @@ class SecureExchange:
     Methods raise `AssignmentFailedError` if a message of the server must not be accepted, and `Cancelled`.
     """
 
-    def __init__(self, setup: Setup, participant: Participant, served: ServedAttempts, calls: StepCalls) -> None:
+    def __init__(self, setup: Setup, participant: Participant, served: ServedAttempts, calls: steps.StepCalls) -> None:
         self._setup = setup
         self._participant = participant
         self._served = served
@@ -52,7 +49,7 @@ class SecureExchange:
         """Check that the setup is for a model of this size, before the training."""
         size, expected = self._setup.encoding.size, model.schema.num_floating
         if size != expected:
-            raise AssignmentFailedError(
+            raise failures.AssignmentFailedError(
                 model_pb2.REASON_UNSAFE_AGGREGATION,
                 f"the secure aggregation is for {size} entries; the model has {expected} floating-point entries",
             )
@@ -64,11 +61,11 @@ class SecureExchange:
                 self._setup.encoding, update.to_vector(), result.num_examples, result.metrics, os.urandom
             )
         except SecureAggregationError as exc:
-            raise AssignmentFailedError(
+            raise failures.AssignmentFailedError(
                 model_pb2.REASON_TRAINER_ERROR, f"the trainer's result cannot be encoded: {exc}"
             ) from exc
 
-    def mask(self) -> Content:
+    def mask(self) -> transfer.Content:
         """Exchange keys and shares with the other clients, and return the file with the masked vector.
 
         The attempt is recorded before the first message, so that the client never takes part in it again.
@@ -80,7 +77,7 @@ class SecureExchange:
             _, roster = self._send({"roster"}, keys=self._participant.advertise())
             _, held = self._send({"shares"}, shares=self._participant.share(roster))
             self._participant.mask(held, vector)
-        return Content(tuple(memoryview(part) for part in encoding.write_file(self._setup, vector)))
+        return transfer.Content(tuple(memoryview(part) for part in encoding.write_file(self._setup, vector)))
 
     def unmask(self) -> None:
         """Wait for the survivors, and send the shares that remove the masks from their sum."""
@@ -115,7 +112,7 @@ def _is_input(response: fleet_pb2.StepResponse) -> bool:
     return not response.HasField("waiting")
 
 
-def train(work: AssignedWork) -> CheckInResult:
+def train(work: AssignedWork) -> failures.CheckInResult:
     """Train, send the masked update, report it, and help to remove the masks from the sum."""
     exchange = _open_exchange(work)
     request = fleet_pb2.ReportRequest(token=work.assignment.token, num_examples=1)  # the number of examples is masked
@@ -137,7 +134,7 @@ def train(work: AssignedWork) -> CheckInResult:
 def _encode(work: AssignedWork, exchange: SecureExchange) -> ClientState:
     """Run the trainer. The exchange has the update then, and the copies of the model are freed when this returns."""
     trained = work.run(work.parts.trainers.find_trainer(work.assignment.trainer), "train", exchange.check_model)
-    update = fit_model(work.control, lambda: trained.result.to_update(trained.base))
+    update = training.fit_model(work.control, lambda: trained.result.to_update(trained.base))
     exchange.encode(update, trained.result)
     return trained.client_state
 
@@ -151,11 +148,11 @@ def _open_exchange(work: AssignedWork) -> SecureExchange:
     assignment, parts = work.assignment, work.parts
     options, key = work.options, parts.key
     with _unsafe_messages():
-        setup = _read_setup(assignment, read_config(assignment))
+        setup = _read_setup(assignment, training.read_config(assignment))
         _check_limits(setup, options)
         participant = Participant(setup, key.public, key.sign, options.secure_limits(key.public))
     _require_first(setup, parts.served.is_new)
-    calls = StepCalls(parts.connection, assignment.token, work.control)
+    calls = steps.StepCalls(parts.connection, assignment.token, work.control)
     return SecureExchange(setup, participant, parts.served, calls)
 
 
@@ -168,10 +165,10 @@ def _require_first(setup: Setup, is_first: Callable[[str, int, int], bool]) -> N
         if is_first(setup.job_id, setup.round, setup.attempt):
             return
     except OSError as exc:
-        raise AssignmentFailedError(
+        raise failures.AssignmentFailedError(
             model_pb2.REASON_UNSAFE_AGGREGATION, f"the client cannot record the attempts that it takes part in: {exc}"
         ) from exc
-    raise AssignmentFailedError(
+    raise failures.AssignmentFailedError(
         model_pb2.REASON_KEYS_LOST,
         f"the client has sent its keys for attempt {setup.attempt} of round {setup.round} before, and takes part in an "
         "attempt once",
@@ -239,4 +236,4 @@ def _unsafe_messages() -> Generator[None]:
     try:
         yield
     except SecureAggregationError as exc:
-        raise AssignmentFailedError(model_pb2.REASON_UNSAFE_AGGREGATION, str(exc)) from exc
+        raise failures.AssignmentFailedError(model_pb2.REASON_UNSAFE_AGGREGATION, str(exc)) from exc

@@ -26,10 +26,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fedplat import durable
+from fedplat import durable, errors
 from fedplat.client_state import ClientState
 from fedplat.config.decoding import prepare_type
-from fedplat.errors import ModelError
 from fedplat.model import Parameters, Vector
 from fedplat_client._state import model_cache
 
@@ -155,7 +154,7 @@ class ClientStateStore:
             read = self._files.commit if training else self._files.peek
             data = read(job_id, _FORMAT, merged)
             return ClientState({} if data is None else _unpack_notes(Parameters.from_bytes(data)))
-        except (OSError, ModelError) as exc:  # most trainers have no state; for the others `stage` fails, too
+        except (OSError, errors.ModelError) as exc:  # most trainers have no state; for the others `stage` fails, too
             _logger.warning("The client state of the job cannot be read: %s", exc, extra={"job": job_id})
             return ClientState()
 

@@ -12,14 +12,10 @@ from dataclasses import dataclass
 
 from fedplat import texts
 from fedplat.wire.v1 import fleet_pb2, model_pb2
-from fedplat_client import spans
-from fedplat_client._work.failures import AssignmentFailedError, CheckInResult, report_failure
-from fedplat_client._work.training import guard
+from fedplat_client import cancellation, errors, spans, task
+from fedplat_client._work import failures, training
 from fedplat_client._work.work import AssignedWork, ClientHalf, ClientParts
 from fedplat_client.backoff import Backoff
-from fedplat_client.cancellation import Stop, client_stopped, reason_name
-from fedplat_client.errors import Cancelled
-from fedplat_client.task import Control
 
 _TEXT_LIMIT = 500
 _FAIL_ATTEMPTS = 3
@@ -34,10 +30,10 @@ class AssignmentWorker:
     parts: ClientParts
     find_half: Callable[[fleet_pb2.Assignment], ClientHalf]
 
-    def run(self, assignment: fleet_pb2.Assignment) -> CheckInResult:
+    def run(self, assignment: fleet_pb2.Assignment) -> failures.CheckInResult:
         """Run an assignment until it ends, in success or failure. Raises `IdentityError` only."""
         parts, half = self.parts, self.find_half(assignment)
-        control = Control(
+        control = task.Control(
             assignment.training_timeout_s, assignment.upload_timeout_s, parts.options, may_be_late=half.may_be_late
         )
         fields = _fields(assignment)
@@ -48,32 +44,32 @@ class AssignmentWorker:
         name = texts.printable(text)  # the server chooses the names
         _logger.info("The task started: %s.", name, extra=fields)
         try:
-            with guard(control, "the client could not finish the task"):
+            with training.guard(control, "the client could not finish the task"):
                 return half.run(work)
-        except Cancelled:
+        except errors.Cancelled:
             stop = control.signal.stop
-        except AssignmentFailedError as exc:
-            stop = control.signal.stop or Stop(exc.reason, str(exc)[:_TEXT_LIMIT])
+        except failures.AssignmentFailedError as exc:
+            stop = control.signal.stop or cancellation.Stop(exc.reason, str(exc)[:_TEXT_LIMIT])
         except KeyboardInterrupt:
-            parts.stop.set(client_stopped())
-            self._fail(assignment.token, client_stopped(), control)
+            parts.stop.set(cancellation.client_stopped())
+            self._fail(assignment.token, cancellation.client_stopped(), control)
             raise
         assert stop is not None  # only a signal that is set raises Cancelled
-        fields["reason"] = reason_name(stop.reason)
+        fields["reason"] = cancellation.reason_name(stop.reason)
         if stop.by_server:
             _logger.info("The server stopped the task (%s): %s", name, stop.text, extra=fields)
-            return CheckInResult(failed=stop.reason == model_pb2.REASON_REJECTED_MESSAGE, retry=stop.retry)
+            return failures.CheckInResult(failed=stop.reason == model_pb2.REASON_REJECTED_MESSAGE, retry=stop.retry)
         _logger.warning("The task failed (%s): %s", name, stop.text, extra=fields)
         if stop.reason not in _DEADLINES:  # the server's deadline has passed already
             self._fail(assignment.token, stop, control)
-        return CheckInResult(failed=True)
+        return failures.CheckInResult(failed=True)
 
-    def _fail(self, token: str, stop: Stop, control: Control) -> None:
+    def _fail(self, token: str, stop: cancellation.Stop, control: task.Control) -> None:
         """Report a failure, unless the server knows it; best effort."""
         parts = self.parts
         backoff = Backoff(parts.options)
         for _ in range(_FAIL_ATTEMPTS):
-            if control.is_given_back or report_failure(parts.connection, token, stop):
+            if control.is_given_back or failures.report_failure(parts.connection, token, stop):
                 return
             if parts.options.wait(parts.stop, backoff.next_s()):
                 return

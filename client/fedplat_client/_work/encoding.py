@@ -7,15 +7,13 @@ import logging
 
 import numpy as np
 
-from fedplat import codecs
+from fedplat import codecs, errors
 from fedplat.codecs.container import Format, options_from_text
 from fedplat.config.plugins import Plugins
-from fedplat.errors import CodecError
 from fedplat.model import Values
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client._state.two_phase import Residuals, SentReport, WasMerged
-from fedplat_client._work.failures import AssignmentFailedError
-from fedplat_client._work.transfer import Content
+from fedplat_client._work import failures, transfer
 from fedplat_client.errors import ServerUnavailableError
 
 _logger = logging.getLogger(__name__)
@@ -25,13 +23,13 @@ def read_codec(assignment: fleet_pb2.Assignment, plugins: Plugins) -> codecs.Cod
     """Return the codec of an assignment, or None. Raises `AssignmentFailedError` if the client does not support it."""
     try:
         return options_from_text(assignment.uplink, plugins) if assignment.uplink else None
-    except CodecError as exc:
-        raise AssignmentFailedError(model_pb2.REASON_UNKNOWN_CODEC, str(exc)) from exc
+    except errors.CodecError as exc:
+        raise failures.AssignmentFailedError(model_pb2.REASON_UNKNOWN_CODEC, str(exc)) from exc
 
 
 def encode(
     assignment: fleet_pb2.Assignment, update: Values, format: Format, seed: int, residuals: Residuals, merged: WasMerged
-) -> Content:
+) -> transfer.Content:
     """Return the encoded file of an update.
 
     `seed` seeds the codec's randomness. If the residual cannot be read or stored, encode without feedback. Raises
@@ -46,9 +44,9 @@ def encode(
             _logger.warning("The codec's residual exceeds cache_limit_bytes; encoding without error feedback.")
         except OSError as exc:
             _logger.warning("The codec's residual cannot be stored: %s", exc)
-        except CodecError:
+        except errors.CodecError:
             is_residual_broken = True
-    content = Content.merge_parts(format.encode(update, np.random.default_rng(seed)))
+    content = transfer.Content.merge_parts(format.encode(update, np.random.default_rng(seed)))
     if is_residual_broken:  # the update alone can be encoded, so the residual is the cause
         residuals.forget(assignment.job_id)
     return content
@@ -56,12 +54,12 @@ def encode(
 
 def _encode_with_feedback(
     assignment: fleet_pb2.Assignment, update: Values, format: Format, seed: int, residuals: Residuals, merged: WasMerged
-) -> Content | None:
+) -> transfer.Content | None:
     """Return None if the new residual exceeds the size limit; the stored residual then stays."""
     size, name = format.schema.num_floating, hashlib.sha256(format.prefix).hexdigest()
     residual = residuals.load(assignment.job_id, name, size, _or_unknown(merged))
     pieces, left_out = format.encode_with_feedback(update, residual, np.random.default_rng(seed))
-    content = Content.merge_parts(pieces)
+    content = transfer.Content.merge_parts(pieces)
     sent = SentReport(assignment.token, content.digest)
     return content if residuals.stage(assignment.job_id, name, sent, left_out) else None
 

@@ -6,9 +6,8 @@ import logging
 from dataclasses import dataclass
 
 from fedplat.wire.v1 import fleet_pb2, model_pb2
+from fedplat_client import cancellation, errors
 from fedplat_client._auth.calls import Connection
-from fedplat_client.cancellation import Stop
-from fedplat_client.errors import CallError, ClientError, ServerUnavailableError
 
 _FAIL_TIMEOUT_S = 5.0
 _logger = logging.getLogger(__name__)
@@ -22,7 +21,7 @@ class CheckInResult:
     retry: model_pb2.RetryWindow | None = None
 
 
-class AssignmentFailedError(ClientError):
+class AssignmentFailedError(errors.ClientError):
     """The client gives up the assignment; `reason` is reported to the server."""
 
     def __init__(self, reason: model_pb2.Reason.ValueType, text: str) -> None:
@@ -30,7 +29,7 @@ class AssignmentFailedError(ClientError):
         self.reason = reason
 
 
-def report_failure(connection: Connection, token: str, stop: Stop) -> bool:
+def report_failure(connection: Connection, token: str, stop: cancellation.Stop) -> bool:
     """Tell the server that the client gives up an assignment, so that it need not wait for the deadline.
 
     Return False if the server does not answer.
@@ -38,9 +37,9 @@ def report_failure(connection: Connection, token: str, stop: Stop) -> bool:
     request = fleet_pb2.FailRequest(token=token, reason=stop.reason, text=stop.text)
     try:
         connection.fail(request, _FAIL_TIMEOUT_S)
-    except ServerUnavailableError as exc:
+    except errors.ServerUnavailableError as exc:
         _logger.debug("The failure could not be reported: %s", exc)
         return False
-    except CallError as exc:  # also of a revoked client, whose next check-in gets the same error
+    except errors.CallError as exc:  # also of a revoked client, whose next check-in gets the same error
         _logger.warning("The server refused the report of a failure: %s", exc)
     return True

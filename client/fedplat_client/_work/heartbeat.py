@@ -7,12 +7,11 @@ import threading
 from types import TracebackType
 
 from fedplat.wire.v1 import fleet_pb2, model_pb2
+from fedplat_client import errors, task
 from fedplat_client._auth.calls import Connection
 from fedplat_client._work.failures import report_failure
 from fedplat_client.backoff import Backoff
 from fedplat_client.cancellation import Stop, StopSignal, read_stop
-from fedplat_client.errors import CallError, Cancelled, IdentityError
-from fedplat_client.task import Control
 
 # An interval of 0 from the server would make a busy loop.
 _MIN_HEARTBEAT_S = 0.1
@@ -36,7 +35,7 @@ class Heartbeat:
     continue, so that operators see that the client is there.
     """
 
-    def __init__(self, connection: Connection, token: str, heartbeat_s: float, control: Control) -> None:
+    def __init__(self, connection: Connection, token: str, heartbeat_s: float, control: task.Control) -> None:
         self._connection = connection
         self._token = token
         self._heartbeat_s = max(heartbeat_s, _MIN_HEARTBEAT_S)
@@ -82,9 +81,9 @@ class Heartbeat:
         while True:
             try:
                 self._connection.heartbeat(request, self._over)
-            except Cancelled:
+            except errors.Cancelled:
                 return
-            except CallError as exc:
+            except errors.CallError as exc:
                 _logger.debug("A heartbeat failed: %s", exc)
             if self._over.wait(self._heartbeat_s):
                 return
@@ -104,13 +103,13 @@ class Heartbeat:
                     self._beat(min(self._heartbeat_s, remaining_s) if answered else 0.0)
                     answered = True
                     backoff.reset()
-                except Cancelled:
+                except errors.Cancelled:
                     return
-                except IdentityError as exc:
+                except errors.IdentityError as exc:
                     # The next check-in gets the same error, which ends the client.
                     self._control.signal.set(Stop(model_pb2.REASON_REVOKED, str(exc), by_server=True))
                     return
-                except CallError as exc:
+                except errors.CallError as exc:
                     answered = False
                     _logger.debug("A heartbeat failed: %s", exc)
                     self._control.options.wait(self._ended, min(backoff.next_s(exc.retry), remaining_s))

@@ -23,8 +23,7 @@ from fedplat.model.schema import MESSAGE_KEY
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client._auth.calls import Connection
 from fedplat_client._state.model_cache import ModelCache
-from fedplat_client._work import transfer
-from fedplat_client._work.failures import AssignmentFailedError
+from fedplat_client._work import failures, transfer
 from fedplat_client.errors import TransferError
 from fedplat_client.task import Control
 
@@ -72,7 +71,7 @@ class Downloader:
             return self.get(assignment, control)
         except (TransferError, ModelError, OSError) as exc:
             control.signal.check()
-            raise AssignmentFailedError(
+            raise failures.AssignmentFailedError(
                 model_pb2.REASON_TRANSFER_FAILED, f"the model could not be loaded: {exc}"
             ) from exc
 

@@ -6,12 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fedplat.wire.v1 import fleet_pb2, model_pb2
+from fedplat_client import backoff, cancellation, errors, task
 from fedplat_client._auth.calls import Connection
 from fedplat_client._work.failures import AssignmentFailedError
-from fedplat_client.backoff import retry
-from fedplat_client.cancellation import StopSignal, read_stop
-from fedplat_client.errors import CallRefusedError, ServerUnavailableError
-from fedplat_client.task import Control
 
 # A server that answers long polls at once would make a busy loop.
 _MIN_POLL_S = 0.1
@@ -23,13 +20,13 @@ class StepCalls:
 
     connection: Connection
     token: str
-    control: Control
+    control: task.Control
 
     def take(
         self,
         request: fleet_pb2.StepRequest,
         is_new: Callable[[fleet_pb2.StepResponse], bool] = lambda response: True,
-        signal: StopSignal | None = None,
+        signal: cancellation.StopSignal | None = None,
     ) -> fleet_pb2.StepResponse:
         """Take a step until the server answers it; the same request again changes nothing.
 
@@ -40,28 +37,28 @@ class StepCalls:
         request.token = self.token
         began = control.options.clock()
         try:
-            response = retry(
+            response = backoff.retry(
                 lambda: self.connection.step(request, signal),
                 control.options,
                 signal,
                 recover=lambda exc: self._require_time(signal),
             )
-        except ServerUnavailableError:
+        except errors.ServerUnavailableError:
             signal.check()  # without a limit of attempts, only the signal ends the retries
             raise
-        except CallRefusedError as exc:
+        except errors.CallRefusedError as exc:
             raise AssignmentFailedError(
                 model_pb2.REASON_TRANSFER_FAILED, f"the server refuses a step of the assignment: {exc}"
             ) from exc
         if response.HasField("refusal"):
-            control.signal.set(read_stop(response.refusal))
+            control.signal.set(cancellation.read_stop(response.refusal))
             control.signal.check()
         if not is_new(response) and (early_s := began + _MIN_POLL_S - control.options.clock()) > 0:
             control.options.wait(signal, early_s)
             signal.check()
         return response
 
-    def _require_time(self, signal: StopSignal) -> None:
+    def _require_time(self, signal: cancellation.StopSignal) -> None:
         if self.control.remaining_s <= 0 and not self.control.may_be_late:
             self.control.expire()
         signal.check()

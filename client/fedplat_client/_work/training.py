@@ -10,11 +10,10 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
-from fedplat import forks, texts
+from fedplat import errors, forks, texts
 from fedplat.client_state import ClientState
 from fedplat.config import user_code
 from fedplat.config.plugins import BUILTIN, Plugins
-from fedplat.errors import FedplatError, PrivacyLimitError
 from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client._state.privacy_ledger import PrivacyLedger
@@ -85,13 +84,13 @@ def guard(control: Control, problem: str = "") -> Generator[None]:
         if user_code.is_interrupt(exc) or isinstance(exc, AssignmentFailedError | CallError):
             raise
         control.signal.check()
-        if not isinstance(exc, FedplatError):  # the message of a fedplat error needs no traceback
+        if not isinstance(exc, errors.FedplatError):  # the message of a fedplat error needs no traceback
             # Not as `exc_info`: a handler of the owner's that writes UTF-8 would fail on texts in another encoding.
             trace = texts.repair("".join(traceback.format_exception(exc)))
             _logger.error("%s.\n%s", problem.capitalize() or "The trainer raised an error", trace.rstrip())
-        if isinstance(exc, PrivacyLimitError):
+        if isinstance(exc, errors.PrivacyLimitError):
             raise AssignmentFailedError(model_pb2.REASON_PRIVACY_LIMIT, str(exc)) from exc
-        text = texts.repair(str(exc)) if problem and isinstance(exc, FedplatError) else texts.describe(exc)
+        text = texts.repair(str(exc)) if problem and isinstance(exc, errors.FedplatError) else texts.describe(exc)
         text = f"{problem}: {text}" if problem else text
         raise AssignmentFailedError(model_pb2.REASON_TRAINER_ERROR, text) from exc
 

@@ -12,10 +12,9 @@ from typing import TypeAlias
 from fedplat import wire
 from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2, model_pb2
+from fedplat_client import backoff, cancellation, task
 from fedplat_client._auth.calls import Connection
 from fedplat_client._state.model_cache import PartialDownload
-from fedplat_client.backoff import Backoff, draw_s, note_failures
-from fedplat_client.cancellation import read_end
 from fedplat_client.errors import (
     AssignmentEndedError,
     CallRefusedError,
@@ -23,7 +22,6 @@ from fedplat_client.errors import (
     ServerUnavailableError,
     TransferError,
 )
-from fedplat_client.task import Control
 
 Source: TypeAlias = model_pb2.ModelRef | fleet_pb2.ModelDelta
 """A download: it has a digest and a size."""
@@ -35,7 +33,7 @@ _BUSY = model_pb2.RetryWindow(min_s=1.0, max_s=10.0)
 _OFFSET_REFUSED = frozenset({"OUT_OF_RANGE", "FAILED_PRECONDITION", "ALREADY_EXISTS"})
 
 
-def download(connection: Connection, model: Source, part: PartialDownload, control: Control) -> None:
+def download(connection: Connection, model: Source, part: PartialDownload, control: task.Control) -> None:
     """Complete a partial download, which contains the beginning of a model or of a delta, or nothing yet.
 
     Raises `TransferError`, `IdentityError`, or `Cancelled` if the task is stopped.
@@ -96,7 +94,7 @@ class Content:
 
 
 def upload(
-    connection: Connection, token: str, content: Content, control: Control, receiver: str = "", name: str = ""
+    connection: Connection, token: str, content: Content, control: task.Control, receiver: str = "", name: str = ""
 ) -> None:
     """Upload an update; or a file for another client, `receiver`, by its name.
 
@@ -115,7 +113,7 @@ def upload(
             num_received = connection.upload(header, parts, _limit_timeout(control.remaining_s), control.signal)
             error = "the server stored only a part"
         except ServerBusyError as exc:
-            control.wait(draw_s(exc.retry or _BUSY, control.options.rng))
+            control.wait(backoff.draw_s(exc.retry or _BUSY, control.options.rng))
             continue
         except ServerUnavailableError as exc:
             num_received, error, retry = None, str(exc), exc.retry
@@ -140,10 +138,10 @@ def upload(
 class _Patience:
     """Waits after each break, longer each time; raises after too many in a row without a new byte."""
 
-    def __init__(self, control: Control, name: str) -> None:
+    def __init__(self, control: task.Control, name: str) -> None:
         self._control = control
         self._name = name
-        self._backoff = Backoff(control.options)
+        self._backoff = backoff.Backoff(control.options)
         self._idle = 0
 
     def wait_after_break(self, why: str, retry: model_pb2.RetryWindow | None, *, progress: bool) -> None:
@@ -152,13 +150,13 @@ class _Patience:
             self._backoff.reset()
         else:
             self._idle += 1
-            note_failures(self._idle, why)
+            backoff.note_failures(self._idle, why)
         if self._idle >= self._control.options.transfer_attempts:
             raise TransferError(f"{self._name} broke {self._idle} times in a row without progress; last: {why}")
         self._control.wait(self._backoff.next_s(retry))
 
 
-def _append(connection: Connection, model: Source, part: PartialDownload, control: Control) -> None:
+def _append(connection: Connection, model: Source, part: PartialDownload, control: task.Control) -> None:
     request = fleet_pb2.DownloadRequest(digest=model.digest, offset=part.size)
     received = connection.download(request, _limit_timeout(control.remaining_s), control.signal)
     with contextlib.closing(received):
@@ -169,7 +167,7 @@ def _append(connection: Connection, model: Source, part: PartialDownload, contro
 
 
 def _query(
-    connection: Connection, query: fleet_pb2.QueryUploadRequest, control: Control, error: str
+    connection: Connection, query: fleet_pb2.QueryUploadRequest, control: task.Control, error: str
 ) -> tuple[int | None, str]:
     try:
         return connection.query_upload(query, control.signal), error
@@ -180,10 +178,10 @@ def _query(
         raise TransferError(f"the server refuses the update: {exc}") from exc
 
 
-def _stop_if_ended(exc: CallRefusedError, receiver: str, control: Control) -> None:
+def _stop_if_ended(exc: CallRefusedError, receiver: str, control: task.Control) -> None:
     """Raise `Cancelled` if the task's assignment has ended, for example since enough others have reported."""
     if isinstance(exc, AssignmentEndedError) and not receiver:
-        control.signal.set(read_end(exc.text))
+        control.signal.set(cancellation.read_end(exc.text))
         control.signal.check()
 
 

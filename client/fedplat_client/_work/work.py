@@ -13,26 +13,22 @@ from fedplat import texts
 from fedplat.client_state import ClientState
 from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2, model_pb2
-from fedplat_client import spans
+from fedplat_client import cancellation, spans, task
 from fedplat_client._auth.calls import Connection
-from fedplat_client._state.data_dir import SigningKey
-from fedplat_client._state.served_attempts import ServedAttempts
+from fedplat_client._state import data_dir, served_attempts
 from fedplat_client._state.two_phase import ClientStateStore, Residuals, SentReport, WasMerged
-from fedplat_client._work import encoding, transfer
+from fedplat_client._work import encoding, model_download, transfer
 from fedplat_client._work.failures import AssignmentFailedError, CheckInResult
 from fedplat_client._work.heartbeat import Heartbeat
-from fedplat_client._work.model_download import Downloader
 from fedplat_client._work.training import LocalTrainers, stage_client_state
 from fedplat_client._work.transfer import Content
 from fedplat_client.backoff import retry
-from fedplat_client.cancellation import StopSignal, client_stopped, reason_name
 from fedplat_client.errors import CallRefusedError, ServerUnavailableError, TransferError
 from fedplat_client.options import ClientOptions
-from fedplat_client.task import Control, EvaluateResult, Task, TrainResult
 
 # The answer to a report when a crash of the server has lost the end of the upload.
 _BYTES_MISSING = "ABORTED"
-_Result = TypeVar("_Result", TrainResult, EvaluateResult)
+_Result = TypeVar("_Result", task.TrainResult, task.EvaluateResult)
 _logger = logging.getLogger(__name__)
 
 
@@ -41,14 +37,14 @@ class ClientParts:
     """The parts of a client that assignments use; `stop` is the client's own signal."""
 
     connection: Connection
-    downloader: Downloader
+    downloader: model_download.Downloader
     residuals: Residuals
     client_states: ClientStateStore
-    served: ServedAttempts
+    served: served_attempts.ServedAttempts
     trainers: LocalTrainers
     options: ClientOptions
-    stop: StopSignal
-    key: SigningKey
+    stop: cancellation.StopSignal
+    key: data_dir.SigningKey
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ class AssignedWork:
 
     parts: ClientParts
     assignment: fleet_pb2.Assignment
-    control: Control
+    control: task.Control
     span: spans.Start
     fields: dict[str, object]
     """Fields of the log."""
@@ -79,7 +75,7 @@ class AssignedWork:
 
     def stoppable(self) -> contextlib.AbstractContextManager[None]:
         """Stop the task if the client is stopped within the block."""
-        return self.parts.stop.attach(lambda: self.control.signal.set(client_stopped()))
+        return self.parts.stop.attach(lambda: self.control.signal.set(cancellation.client_stopped()))
 
     @contextlib.contextmanager
     def heartbeat(self) -> Generator[None]:
@@ -91,7 +87,7 @@ class AssignedWork:
 
     def run(
         self,
-        function: Callable[[Task], _Result],
+        function: Callable[[task.Task], _Result],
         name: str,
         check_model: Callable[[Parameters], None] = lambda model: None,
     ) -> Trained[_Result]:
@@ -147,7 +143,7 @@ class AssignedWork:
             _logger.info("The task is done and reported: %s.", name, extra=fields)
             return CheckInResult(failed=False)
         refusal = response.refusal
-        reason = {"reason": reason_name(refusal.reason)}
+        reason = {"reason": cancellation.reason_name(refusal.reason)}
         _logger.warning("The server rejected the report: %s", refusal.text, extra={**fields, **reason})
         return CheckInResult(failed=True, retry=refusal.retry if refusal.HasField("retry") else None)
 
@@ -181,7 +177,7 @@ class ClientHalf(NamedTuple):
 _MERGE_CHECK_ATTEMPTS = 3
 
 
-def make_merge_check(connection: Connection, options: ClientOptions, control: Control) -> WasMerged:
+def make_merge_check(connection: Connection, options: ClientOptions, control: task.Control) -> WasMerged:
     """Return a function that queries the server, once per report, whether it was merged.
 
     It raises `Cancelled`, and `ServerUnavailableError` if the server does not answer.

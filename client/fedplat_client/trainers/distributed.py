@@ -20,14 +20,11 @@ from msgspec import Struct
 from torch import distributed
 from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 
-from fedplat import forks, texts
-from fedplat.client_state import ClientState
-from fedplat.config import user_code
-from fedplat.config.decoding import prepare_type
+from fedplat import client_state, errors, forks, texts
+from fedplat.config import decoding, user_code
 from fedplat.config.plugins import Plugins
-from fedplat.errors import FedplatError
 from fedplat.model import Parameters
-from fedplat.pytorch import training
+from fedplat.pytorch import server, training
 from fedplat.pytorch.distributed import (
     COLLECTIVE_S,
     Backend,
@@ -38,7 +35,6 @@ from fedplat.pytorch.distributed import (
     join_group,
     open_store,
 )
-from fedplat.pytorch.server import DataParallelGradients, make_on_all_ranks
 from fedplat_client._work import process_group
 from fedplat_client.errors import Cancelled, ClientError
 from fedplat_client.task import EvaluateFunction, EvaluateResult, Scalar, Task, TrainFunction, TrainResult
@@ -142,7 +138,7 @@ class LaunchedGroup:
     ) -> None:
         """Join what rank 0 announces, until it ends. Raises `ClientError` if rank 0 is gone."""
         while (message := self._receive_from_leader()) != _END:
-            announcement = msgspec.msgpack.decode(message, type=prepare_type(_Announcement))
+            announcement = msgspec.msgpack.decode(message, type=decoding.prepare_type(_Announcement))
             fields = {"job": announcement.job_id, "round": announcement.round, "job_name": announcement.job_name}
             what = "evaluation" if announcement.evaluates else "training"
             functions = evaluators if announcement.evaluates else trainers
@@ -153,7 +149,7 @@ class LaunchedGroup:
                 self._join(announcement, functions[announcement.name], plugins)
             except Cancelled:
                 _logger.info("Rank 0 stopped the %s.", what, extra=fields)
-            except FedplatError as exc:
+            except errors.FedplatError as exc:
                 _logger.warning("The %s with rank 0 failed: %s", what, exc, extra=fields)
             except BaseException as exc:  # the task's boundary: the trainer is code of the client's owner
                 if user_code.is_interrupt(exc):
@@ -253,7 +249,7 @@ class MultiProcess(TrainingStrategy):
 
     def make_on_all(self, make: Callable[[], Made]) -> Made:
         """Return the result of `make` if it succeeds in all processes; otherwise all of them raise `TrainingError`."""
-        return make_on_all_ranks(self._ranks, make)
+        return server.make_on_all_ranks(self._ranks, make)
 
     def check(self, trainee: training.Trainee, num_examples: int) -> None:
         """Raise `ValueError` if there are too few examples for the processes."""
@@ -267,8 +263,8 @@ class MultiProcess(TrainingStrategy):
         """Return a callback that makes all ranks continue, end, or raise `Cancelled`, as rank 0 does."""
         return follow_first(self._ranks, after_step)
 
-    def _gradients(self, seed: int) -> DataParallelGradients:
-        return DataParallelGradients(self._ranks, self._ranks.size, seed)
+    def _gradients(self, seed: int) -> server.DataParallelGradients:
+        return server.DataParallelGradients(self._ranks, self._ranks.size, seed)
 
 
 def follow_first(ranks: Ranks, after_step: AfterStep) -> AfterStep:
@@ -299,14 +295,14 @@ def _receive_task(announcement: _Announcement, ranks: Ranks, plugins: Plugins) -
             # Algorithms with client state are refused in a layout, so there are no notes.
             parameters, notes = stack.enter_context(share_model(ranks)), dict[str, Parameters]()
         else:
-            sizes = msgspec.msgpack.decode(ranks.broadcast(), type=prepare_type(_Sizes))
+            sizes = msgspec.msgpack.decode(ranks.broadcast(), type=decoding.prepare_type(_Sizes))
             parameters = _receive_parameters(sizes.model)
             notes = {name: _receive_parameters(size) for name, size in sizes.notes.items()}
         yield Task(
             parameters=parameters,
             config=announcement.config,
             plugins=plugins,
-            client_state=ClientState(notes),
+            client_state=client_state.ClientState(notes),
             **{name: getattr(announcement, name) for name in _NAMES},
         )
 

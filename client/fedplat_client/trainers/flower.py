@@ -10,8 +10,7 @@ from typing import Any
 import numpy.typing as npt
 from typing_extensions import override
 
-from fedplat.errors import FlowerError, MissingExtraError
-from fedplat.extras import install_command
+from fedplat import errors, extras
 from fedplat.flower.app import Config, FlowerApp
 from fedplat.model import FLOATING, Parameters
 from fedplat.model.schema import MESSAGE_KEY
@@ -22,8 +21,8 @@ try:
     from fedplat.flower.client import EMPTY_STATE, ClientAppRunner, NodeAnswer
     from fedplat.flower.records import NUM_EXAMPLES, PackedMessage, make_request, read_reply
 except ImportError as exc:
-    raise MissingExtraError(
-        f"FlowerTrainer needs flwr, which is not installed; install it with: {install_command('flower')}"
+    raise errors.MissingExtraError(
+        f"FlowerTrainer needs flwr, which is not installed; install it with: {extras.install_command('flower')}"
     ) from exc
 
 STATE = "flower-context"
@@ -61,7 +60,7 @@ class FlowerTrainer:
             return self._reply(task)
         arrays, metrics = self._answer(task, "train")
         if arrays is None:
-            raise FlowerError(
+            raise errors.FlowerError(
                 f"the ClientApp of {self.app.name} answered train without arrays; expected an ArrayRecord"
             )
         return TrainResult(parameters=_fit(arrays, task.parameters), num_examples=self._count(metrics), metrics=metrics)
@@ -99,7 +98,7 @@ class FlowerTrainer:
     def _count(self, metrics: dict[str, float]) -> float:
         """Remove the number of examples from the metrics and return it."""
         if NUM_EXAMPLES not in metrics:
-            raise FlowerError(
+            raise errors.FlowerError(
                 f"the ClientApp of {self.app.name} answered without the metric {NUM_EXAMPLES}; expected it in its "
                 "MetricRecord"
             )

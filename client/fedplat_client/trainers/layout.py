@@ -12,9 +12,7 @@ from fedplat.pytorch import training
 from fedplat.pytorch.distributed import Ranks, find_rank
 from fedplat.pytorch.parallel import ParallelPlan, ParallelTrainee, make_gradients, make_layout
 from fedplat_client.task import Task, TrainResult
-from fedplat_client.trainers.distributed import MultiProcess, follow_first
-from fedplat_client.trainers.model_file import subtract
-from fedplat_client.trainers.strategy import Precision
+from fedplat_client.trainers import distributed, model_file, strategy
 
 
 def check_layout(parallel: Parallel, personal: tuple[str, ...] = ()) -> None:
@@ -38,7 +36,7 @@ def check_layout(parallel: Parallel, personal: tuple[str, ...] = ()) -> None:
         raise ValueError('parallel: a layout is for two ranks or more; expected "none" for a single process')
 
 
-class LayoutProcesses(MultiProcess):
+class LayoutProcesses(distributed.MultiProcess):
     """Training by the ranks of a layout together."""
 
     def __init__(
@@ -50,7 +48,7 @@ class LayoutProcesses(MultiProcess):
         self._layout, self._plan, self._base = make_layout(ranks, parallel), plan, task.parameters
 
     @override
-    def make_trainee(self, learner: training.Learner, seed: int, precision: Precision) -> ParallelTrainee:
+    def make_trainee(self, learner: training.Learner, seed: int, precision: strategy.Precision) -> ParallelTrainee:
         """Make this rank's part of the module."""
         return ParallelTrainee(learner, self._layout, self._plan, precision, seed)
 
@@ -69,14 +67,14 @@ class LayoutProcesses(MultiProcess):
 
         Both are files in memory's place: rank 0 has no copy of the model, unless a codec or a mask needs one.
         """
-        update = subtract(self.parameters, self._base) if self._ranks.is_first else self.parameters
+        update = model_file.subtract(self.parameters, self._base) if self._ranks.is_first else self.parameters
         return TrainResult(delta=update, num_examples=num_examples, metrics=metrics)
 
     def evaluate(
         self, trainee: training.Trainee, examples: training.Examples, batch_size: int, progress: Callable[[float], None]
     ) -> Mapping[str, float]:
         """Return the scores of the model, on all ranks; a cancelled evaluation ends on all of them."""
-        after_step = follow_first(self._ranks, lambda done, total: _report(progress, done / total))
+        after_step = distributed.follow_first(self._ranks, lambda done, total: _report(progress, done / total))
         total = len(examples)
         return training.evaluate(
             trainee,

@@ -6,17 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from fedplat.errors import MissingExtraError
-from fedplat.extras import install_command
+from fedplat import errors, extras
 from fedplat_client.task import EvaluateResult, Task, TrainResult
 from fedplat_client.trainers.learner import Seed, train
 
 try:
     from fedplat.pytorch.lightning import LightningData, LightningLearner, count_examples
-except MissingExtraError as exc:
-    raise MissingExtraError(
+except errors.MissingExtraError as exc:
+    raise errors.MissingExtraError(
         "LightningTrainer needs PyTorch Lightning, which is not installed; install it with: "
-        + install_command("lightning")
+        + extras.install_command("lightning")
     ) from exc
 from lightning.pytorch import LightningModule
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from fedplat.errors import MissingExtraError
-from fedplat.extras import install_command
+from fedplat import errors, extras
 from fedplat.metrics import Metric
 from fedplat.parallel import Parallel
 from fedplat_client._state.privacy_ledger import PrivacyLimit
@@ -20,8 +19,8 @@ from fedplat_client.task import EvaluateResult, Scalar, Task, TrainResult
 try:
     import torch
 except ImportError as exc:
-    raise MissingExtraError(
-        f"TorchTrainer needs PyTorch, which is not installed; install it with: {install_command('torch')}"
+    raise errors.MissingExtraError(
+        f"TorchTrainer needs PyTorch, which is not installed; install it with: {extras.install_command('torch')}"
     ) from exc
 from torch import nn
 from torch.utils.data import Dataset

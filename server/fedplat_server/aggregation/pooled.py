@@ -15,15 +15,13 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from fedplat import durable
+from fedplat import durable, errors
 from fedplat.aggregate import state_schema
-from fedplat.errors import ModelError
 from fedplat.model import ModelFile
-from fedplat_server import logs
+from fedplat_server import instruments, logs
 from fedplat_server.aggregation import backend
 from fedplat_server.aggregation.backend import Aggregate, AggregationBackend, LocalAggregation
 from fedplat_server.errors import BlobFullError, PoolError, PoolUnavailableError, PoolWorkError
-from fedplat_server.instruments import note_full
 from fedplat_server.storage import files
 from fedplat_server.storage.blobs import Blob, BlobStore
 from fedplat_server.workers.client import RunningTask, WorkerPool
@@ -201,9 +199,9 @@ class WithFallback(AggregationBackend):
 def _raise_problem(result: AttemptAggregate) -> None:
     match result.kind:
         case "refused":
-            raise ModelError(result.problem)
+            raise errors.ModelError(result.problem)
         case "full":
-            note_full("models")
+            instruments.note_full("models")
             raise BlobFullError(result.problem)
         case "failed":
             raise PoolWorkError(result.problem)

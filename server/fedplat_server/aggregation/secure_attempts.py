@@ -13,8 +13,7 @@ from fedplat.rounds import Assignment, Attempt, AttemptKey, JobState
 from fedplat.rounds.protocols.secure_phases import find_survivors, list_groups, messages_of
 from fedplat.rounds.records import SecureMessages
 from fedplat.rounds.states import AttemptPhase
-from fedplat.secure_aggregation import unmasking
-from fedplat.secure_aggregation.graph import Graph
+from fedplat.secure_aggregation import graph, unmasking
 from fedplat.secure_aggregation.messages import (
     Confirmation,
     KeyAdvertisement,
@@ -25,8 +24,7 @@ from fedplat.secure_aggregation.messages import (
 )
 from fedplat.secure_aggregation.setup import Setup
 from fedplat_server import logs
-from fedplat_server.database.sql_audit import AuditStore
-from fedplat_server.database.sql_clients import ClientStore
+from fedplat_server.database import sql_audit, sql_clients
 from fedplat_server.records.audit import SERVER, AuditAction, AuditEntry
 from fedplat_server.storage.blobs import BlobStore
 
@@ -58,7 +56,7 @@ class RosterGroup:
     def __init__(self, setup: Setup, members: Sequence[Member]) -> None:
         self.setup = setup
         self.members = tuple(members)
-        self.graph = Graph.of(setup.options, len(members))
+        self.graph = graph.Graph.of(setup.options, len(members))
         self._sent: Mapping[int, SealedShares] | None = None
         self._survivors: Survivors | None = None
         self._request: bytes | None = None
@@ -130,7 +128,7 @@ class _SecureAttempt:
 class SecureAttempts:
     """The secure aggregations of all jobs, each with the attempt that it is in."""
 
-    def __init__(self, blobs: BlobStore, clients: ClientStore, audit: AuditStore) -> None:
+    def __init__(self, blobs: BlobStore, clients: sql_clients.ClientStore, audit: sql_audit.AuditStore) -> None:
         self._blobs = blobs
         self._clients = clients
         self._audit = audit

@@ -20,11 +20,9 @@ from pathlib import Path
 
 from msgspec import structs
 
-from fedplat import codecs
+from fedplat import codecs, errors
 from fedplat.codecs.container import Format
-from fedplat.config import user_code
-from fedplat.config.loaded_plugins import PluginReference
-from fedplat.errors import FedplatError, SecureAggregationError
+from fedplat.config import loaded_plugins, user_code
 from fedplat.model import ModelFile
 from fedplat.rounds import AttemptKey, Change, JobState, ModelVersion
 from fedplat.rounds.commands import Commit, Fold, Restart
@@ -61,7 +59,7 @@ class AggregationParts:
 
     open_backend: OpenBackend
     training: ServerTraining | None = None
-    plugins: tuple[PluginReference, ...] = ()
+    plugins: tuple[loaded_plugins.PluginReference, ...] = ()
 
 
 class Aggregation:
@@ -129,9 +127,9 @@ class Aggregation:
         except asyncio.CancelledError:
             self._settle(blobs.made)
             raise
-        except (FedplatError, OSError, ValueError) as exc:
+        except (errors.FedplatError, OSError, ValueError) as exc:
             logs.get().error("an attempt could not be aggregated", error=str(exc))
-            culprits = exc.clients if isinstance(exc, SecureAggregationError) else ()
+            culprits = exc.clients if isinstance(exc, errors.SecureAggregationError) else ()
             outcome = AggregationFailed(key, str(exc), culprits, is_lasting(exc))
         except Exception as exc:  # a task boundary: out of memory, or a bug; it is logged, and the round is repeated
             logs.get().exception("an attempt could not be aggregated")

@@ -19,8 +19,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from fedplat.wire import auth
-from fedplat_server.auth.client_directory import ClientDirectory
-from fedplat_server.auth.rate_limits import BoundedAudit, RecentEntries
+from fedplat_server.auth import client_directory, rate_limits
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.records.audit import SERVER, AuditAction, AuditEntry
@@ -53,11 +52,11 @@ class ClientCall:
 class Authenticator:
     """Authenticates clients and opens their sessions. Raises `RefusedError` for callers that it cannot authenticate."""
 
-    def __init__(self, audit: BoundedAudit, directory: ClientDirectory) -> None:
+    def __init__(self, audit: rate_limits.BoundedAudit, directory: client_directory.ClientDirectory) -> None:
         self._audit = audit
         self._directory = directory
         self._sessions = Sessions()
-        self._fenced = RecentEntries()
+        self._fenced = rate_limits.RecentEntries()
         self._challenges = Challenges(secrets.token_bytes(32))
 
     def challenge(self) -> bytes:

@@ -13,9 +13,8 @@ from typing import NamedTuple
 from fedplat.config.label_expressions import compile_expression
 from fedplat.rounds import JobState
 from fedplat_server.auth.rate_limits import RecentEntries
-from fedplat_server.database.batch_loader import BatchLoader
+from fedplat_server.database import batch_loader, sql_clients
 from fedplat_server.database.clients import ClientRecord
-from fedplat_server.database.sql_clients import ClientStore
 from fedplat_server.errors import Code, RefusedError
 
 CACHE_SIZE = 50_000
@@ -33,10 +32,10 @@ class Offer(NamedTuple):
 class ClientDirectory:
     """A cache of the most recently stored clients. Coherent because only the leader changes clients."""
 
-    def __init__(self, clients: ClientStore) -> None:
+    def __init__(self, clients: sql_clients.ClientStore) -> None:
         self._clients = clients
-        self._records = BatchLoader(clients.find_clients)
-        self._sessions = BatchLoader(self._begin_sessions)
+        self._records = batch_loader.BatchLoader(clients.find_clients)
+        self._sessions = batch_loader.BatchLoader(self._begin_sessions)
         self._cache: OrderedDict[str, ClientRecord] = OrderedDict()
         self._num_changes = 0
         self._num_calls: Counter[str] = Counter()

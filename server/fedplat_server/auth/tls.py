@@ -20,10 +20,9 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedplat.wire import auth
-from fedplat_server import logs
+from fedplat_server import config, logs
 from fedplat_server.auth import pki_folder
 from fedplat_server.auth.pki_folder import PkiFolder
-from fedplat_server.config import TlsFiles
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.errors import Code, ConfigError, RefusedError
 
@@ -47,7 +46,7 @@ class LoadedCertificate:
         return grpc.ssl_server_certificate_configuration([(self.key, self.certificate)], root_certificates=self.ca)
 
 
-def load(files: TlsFiles, now: datetime.datetime) -> LoadedCertificate:
+def load(files: config.TlsFiles, now: datetime.datetime) -> LoadedCertificate:
     """Read and check the files. Raises `ConfigError` if they are unreadable, expired or do not match each other."""
     try:
         certificate, key = files.certificate.read_bytes(), files.key.read_bytes()
@@ -80,7 +79,7 @@ def utc_now() -> datetime.datetime:
 class Certificates:
     """The certificates for handshakes. The constructor loads them, and raises `ConfigError` as `load` does."""
 
-    def __init__(self, files: TlsFiles, clock: Callable[[], datetime.datetime] = utc_now) -> None:
+    def __init__(self, files: config.TlsFiles, clock: Callable[[], datetime.datetime] = utc_now) -> None:
         self._files = files
         self._clock = clock
         self._lock = threading.Lock()  # gRPC calls `refresh` in its own threads
@@ -163,7 +162,7 @@ async def watch(certificates: Certificates | None, listen: str) -> None:
         await asyncio.sleep(CHECK_S)
 
 
-def _stamp(files: TlsFiles) -> _Stamp:
+def _stamp(files: config.TlsFiles) -> _Stamp:
     """Return the inode, size and modification time of each file: a value that changes when a file does."""
     parts: list[tuple[int, int, int]] = []
     for path in (files.certificate, files.key, files.ca):

@@ -6,9 +6,8 @@ from typing import Annotated
 
 import typer
 
-from fedplat_server.auth import pki_folder
+from fedplat_server.auth import pki_folder, tls
 from fedplat_server.auth.pki_folder import PkiFolder
-from fedplat_server.auth.tls import utc_now
 from fedplat_server.cli.options import DEFAULT_DATA_DIR, Database, DataDir, database_url, repeat_options, with_store
 from fedplat_server.records.audit import HOST, AuditAction, AuditEntry
 
@@ -24,7 +23,7 @@ def show(data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
     ]
     certificates += [("trusted", folder.ca, certificate) for certificate in pki_folder.read(folder.ca)]
     for kind, path, certificate in certificates:
-        days = (certificate.not_valid_after_utc - utc_now()).days
+        days = (certificate.not_valid_after_utc - tls.utc_now()).days
         hosts = pki_folder.hosts_of(certificate)
         print(
             f"{kind}: {certificate.subject.rfc4514_string()}"
@@ -47,7 +46,7 @@ def renew(
     A running server loads them without a restart.
     """
     folder = PkiFolder.of(data_dir)
-    folder.renew(pki_folder.all_hosts(host) if host else folder.hosts(), utc_now())
+    folder.renew(pki_folder.all_hosts(host) if host else folder.hosts(), tls.utc_now())
     _note(database_url(data_dir, database), "renew", folder)
     print(f"renewed {folder.files.certificate}; a running server uses it for new connections")
 
@@ -64,11 +63,11 @@ def rotate_ca(
     """
     folder = PkiFolder.of(data_dir)
     if finish:
-        folder.finish_rotation(utc_now())
+        folder.finish_rotation(tls.utc_now())
         _note(database_url(data_dir, database), "rotate-ca --finish", folder)
         print(f"removed the old authority; only clients and operators with the new {folder.ca} can connect")
         return
-    folder.rotate(utc_now())
+    folder.rotate(tls.utc_now())
     _note(database_url(data_dir, database), "rotate-ca", folder)
     print(
         f"made a new authority; the old one is still trusted. Give the new {folder.ca} to operators and clients, "

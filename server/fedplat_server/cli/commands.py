@@ -13,15 +13,11 @@ import typer
 import typer.core
 from typing_extensions import override
 
-from fedplat.claims import check_metrics
-from fedplat.config import user_code
-from fedplat.config.loaded_plugins import LoadedPlugins, PluginVersion, load_plugins, parse_plugins
-from fedplat.errors import FedplatError, PluginError, UserCodeError
+from fedplat import claims, errors, texts
+from fedplat.config import loaded_plugins, user_code
 from fedplat.flower.app import check_version, describe_app, read_app
-from fedplat.texts import NAME_PATTERN
 from fedplat_server import __version__, dashboard_process
-from fedplat_server.auth import addresses
-from fedplat_server.auth.pki_folder import LOOPBACK, PkiFolder
+from fedplat_server.auth import addresses, pki_folder
 from fedplat_server.cli import certificates, dev, init, prune, serving
 from fedplat_server.cli import metrics as metrics_commands
 from fedplat_server.cli import workers as pool_commands
@@ -332,7 +328,7 @@ def _job_metrics(names: list[str], metrics: str) -> tuple[str, ...]:
     if len(set(names)) > MAX_METRICS:
         raise ConfigError(f"--job-metric: {len(set(names))} names; expected at most {MAX_METRICS}")
     for name in names:
-        if error := check_metrics({name: 0.0}):
+        if error := claims.check_metrics({name: 0.0}):
             raise ConfigError(f"--job-metric: {error}")
     return tuple(dict.fromkeys(names)) or DEFAULT_JOB_METRICS
 
@@ -342,7 +338,7 @@ def _check_dashboard(address: str, insecure: bool) -> None:
         return
     host = parse_host(address, "--dashboard")
     dashboard_process.check_installed()
-    if insecure and host.strip("[]") not in LOOPBACK:
+    if insecure and host.strip("[]") not in pki_folder.LOOPBACK:
         raise ConfigError(
             f"--dashboard {address}: without TLS the dashboard listens on loopback only (127.0.0.1), because operators "
             "enter their tokens there"
@@ -366,7 +362,7 @@ def _check_shared_port(listen: str, advertise: str, database: str) -> None:
 def _check_insecure(host: str, certificate: Path | None, anywhere: bool) -> None:
     if certificate is not None:
         raise ConfigError("--insecure and --tls-certificate exclude each other; leave one out")
-    if not anywhere and host.strip("[]") not in LOOPBACK:
+    if not anywhere and host.strip("[]") not in pki_folder.LOOPBACK:
         raise ConfigError(
             f"--insecure on {host}: without TLS a server listens on loopback only (127.0.0.1). Use TLS (fedplat-server "
             "init makes certificates), or add --insecure-anywhere on a network that you trust"
@@ -378,7 +374,7 @@ def _tls_files(data_dir: Path, certificate: Path | None, key: Path | None, ca: P
         raise ConfigError("--tls-certificate and --tls-key (and, if need be, --tls-ca) must be given together")
     if certificate is not None and key is not None:
         return TlsFiles(certificate, key, ca, renewal="")
-    files = PkiFolder.of(data_dir.resolve()).files
+    files = pki_folder.PkiFolder.of(data_dir.resolve()).files
     if not files.certificate.exists():
         raise ConfigError(
             f"there are no certificates in {files.certificate.parent}: make some with fedplat-server init"
@@ -399,33 +395,33 @@ def _parse_references(items: list[str], option: str) -> dict[str, str]:
             raise ConfigError(f"{option} {item}: {name} is {references[name]} already")
         try:
             user_code.check(reference)
-        except UserCodeError as exc:
+        except errors.UserCodeError as exc:
             raise ConfigError(f"{option} {item}: {exc}") from exc
         references[name] = user_code.make_absolute(reference)
     return references
 
 
-def _load_plugins(items: list[str]) -> LoadedPlugins:
+def _load_plugins(items: list[str]) -> loaded_plugins.LoadedPlugins:
     try:
-        return load_plugins(parse_plugins(items))
-    except PluginError as exc:
+        return loaded_plugins.load_plugins(loaded_plugins.parse_plugins(items))
+    except errors.PluginError as exc:
         raise ConfigError(f"--plugin {exc}") from exc
 
 
-def _read_flower_apps(items: list[str]) -> tuple[dict[str, str], list[PluginVersion]]:
+def _read_flower_apps(items: list[str]) -> tuple[dict[str, str], list[loaded_plugins.PluginVersion]]:
     """Return the folders of Flower apps by name, and their versions."""
     apps: dict[str, str] = {}
-    versions: list[PluginVersion] = []
+    versions: list[loaded_plugins.PluginVersion] = []
     for item in items:
         name, sign, folder = item.partition("=")
-        if not sign or not folder or not re.fullmatch(NAME_PATTERN, name):
+        if not sign or not folder or not re.fullmatch(texts.NAME_PATTERN, name):
             raise ConfigError(f"--flower-app {item}: expected NAME=FOLDER, such as digits=/opt/digits")
         if name in apps:
             raise ConfigError(f"--flower-app {item}: {name} is {apps[name]} already")
         try:
             check_version()
             app = read_app(Path(folder))
-        except FedplatError as exc:
+        except errors.FedplatError as exc:
             raise ConfigError(f"--flower-app {item}: {exc}") from exc
         apps[name] = str(app.folder)
         versions.append(describe_app(name, app))

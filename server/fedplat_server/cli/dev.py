@@ -16,25 +16,21 @@ from typing import Annotated
 import msgspec
 import typer
 
-from fedplat import durable
+from fedplat import durable, errors, extras
 from fedplat.admin import profile
-from fedplat.errors import ProfileError, TicketError
-from fedplat.extras import install_command
 from fedplat.wire.auth import Ticket, is_address
-from fedplat_server import dashboard_process
+from fedplat_server import config, dashboard_process
 from fedplat_server.auth.client_directory import ClientDirectory
 from fedplat_server.auth.enrollment import Enrollments, Trust, hash_secret
 from fedplat_server.auth.pki_folder import LOOPBACK, PkiFolder
 from fedplat_server.cli import options
 from fedplat_server.cli.init import ADMIN, make_certificates, make_operator, print_made
 from fedplat_server.cli.serving import serve
-from fedplat_server.config import ServerConfig
 from fedplat_server.database.clients import EnrollmentToken
 from fedplat_server.database.store import Store
 from fedplat_server.errors import ConfigError
 from fedplat_server.messages import validation
-from fedplat_server.records.audit import HOST
-from fedplat_server.records.operators import hash_token
+from fedplat_server.records import audit, operators
 from fedplat_server.rpc.routing.router import PortReservation
 from fedplat_server.storage import data_dir as data_folder
 
@@ -100,10 +96,10 @@ def dev(  # noqa: PLR0913 -- one parameter for each option of the command line
     print(f"stopped; everything is kept for the next fedplat-server dev{options.repeat_options()}")
 
 
-def make_config(listen: str, data_dir: Path, url: str) -> ServerConfig:
+def make_config(listen: str, data_dir: Path, url: str) -> config.ServerConfig:
     """Return the configuration of a server for development."""
     folder = data_dir.resolve()
-    return ServerConfig(
+    return config.ServerConfig(
         listen=listen,
         data_dir=folder,
         database=url,
@@ -158,9 +154,9 @@ def _load_known(path: Path, url: str) -> profile.Profile | None:
     """Return a profile if its token is that of an operator of this server, else None."""
     try:
         found = profile.load(path)
-    except ProfileError:
+    except errors.ProfileError:
         return None
-    operator = options.with_store(url, lambda store: store.operators.find_operator(hash_token(found.token)))
+    operator = options.with_store(url, lambda store: store.operators.find_operator(operators.hash_token(found.token)))
     return found if operator is not None else None
 
 
@@ -175,7 +171,7 @@ def _make_ticket(path: Path, url: str, address: str, population: str, folder: Pk
             if token is not None and not token.describe_problem(time.time() + RENEWED_BEFORE_S):
                 return token, ticket, False
         enrollments = Enrollments(store.clients, ClientDirectory(store.clients), lambda: Trust(True, trusted))
-        created = await enrollments.create(population, NUM_TICKET_USES, TICKET_LIFETIME_S, address, HOST)
+        created = await enrollments.create(population, NUM_TICKET_USES, TICKET_LIFETIME_S, address, audit.HOST)
         return *created, True
 
     token, ticket, is_new = options.with_store(url, find_or_create)
@@ -193,7 +189,7 @@ def _read_ticket(path: Path) -> Ticket | None:
     """Return the ticket in a file; None if there is no file, or no ticket in it."""
     try:
         return Ticket.from_text(path.read_text(encoding="ascii", errors="replace"))
-    except (OSError, TicketError):
+    except (OSError, errors.TicketError):
         return None
 
 
@@ -201,7 +197,7 @@ def _read_ticket(path: Path) -> Ticket | None:
 def _dashboard(address: str, server: str, admin_path: Path) -> Generator[None]:
     """Serve the pages while the block runs: `fedplat dashboard` as a process, which prints the address to open."""
     if missing := dashboard_process.missing_packages():
-        print(f"  no dashboard    it needs {', '.join(missing)}: {install_command('dashboard')}", flush=True)
+        print(f"  no dashboard    it needs {', '.join(missing)}: {extras.install_command('dashboard')}", flush=True)
         yield
         return
     # It shares this terminal: Enter prints a new address, and Ctrl-C ends both. The pipe ends it in any other case.

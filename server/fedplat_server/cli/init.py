@@ -13,9 +13,9 @@ from typing import Annotated
 import typer
 
 from fedplat.admin import profile
-from fedplat_server.auth import pki_folder
+from fedplat_server import config, errors
+from fedplat_server.auth import pki_folder, tls
 from fedplat_server.auth.pki_folder import PkiFolder
-from fedplat_server.auth.tls import utc_now
 from fedplat_server.cli.options import (
     DEFAULT_DATA_DIR,
     Database,
@@ -26,10 +26,8 @@ from fedplat_server.cli.options import (
     repeat_options,
     with_store,
 )
-from fedplat_server.config import is_postgres
 from fedplat_server.coordination import owner
 from fedplat_server.database import schema
-from fedplat_server.errors import ConfigError
 from fedplat_server.records import operators
 from fedplat_server.records.audit import HOST, AuditAction, AuditEntry
 from fedplat_server.records.operators import OperatorRecord, Role, hash_token, looks_like_token, new_operator_token
@@ -79,7 +77,7 @@ def start_command(host: list[str] | None, port: int, url: str) -> str:
     if not host:
         return f"fedplat-server run{repeat_options()} --listen 127.0.0.1:{port}"
     # Other daemons of a PostgreSQL need an address of this one.
-    advertise = f" --advertise {_address(host, port)}" if is_postgres(url) else ""
+    advertise = f" --advertise {_address(host, port)}" if config.is_postgres(url) else ""
     return f"fedplat-server run{repeat_options()} --listen 0.0.0.0:{port}{advertise}"
 
 
@@ -91,15 +89,15 @@ def _address(host: list[str] | None, port: int) -> str:
 def make_certificates(folder: PkiFolder, host: list[str] | None, url: str) -> None:
     """Create the certificates and the database unless they exist; print what was created and what was kept."""
     hosts = pki_folder.all_hosts(host if host else [_hostname()])
-    made_authority = folder.make_authority(utc_now())
+    made_authority = folder.make_authority(tls.utc_now())
     print_made(made_authority, "certificate authority", folder.ca)
-    made_server = folder.make_server(hosts, utc_now())
+    made_server = folder.make_server(hosts, tls.utc_now())
     print_made(made_server, "server certificate", folder.files.certificate)
     known = folder.hosts()
     print(f"  for {', '.join(known)}")
     if missing := [name for name in host or [] if name not in known]:
         names = " ".join(f"--host {name}" for name in [*known[:1], *missing])
-        raise ConfigError(
+        raise errors.ConfigError(
             f"the certificate is not for {', '.join(missing)}; make a new one with: "
             f"fedplat-server certificates renew{repeat_options()} {names}"
         )
@@ -118,7 +116,7 @@ def make_operator(path: Path, url: str, address: str, folder: PkiFolder) -> None
         token = profile.load(path).token
         known = with_store(url, lambda store: store.operators.find_operator(hash_token(token)))
         if known is None and (ADMIN in names or not looks_like_token(token)):
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"the token in the profile {path} belongs to no operator in this database; move the file away, run "
                 f"fedplat-server operator remove {ADMIN}{repeat_options()} if that operator exists, and repeat init"
             )
@@ -147,7 +145,7 @@ def _hostname() -> str:
     name = socket.gethostname()
     try:
         pki_folder.all_hosts([name])
-    except ConfigError:
+    except errors.ConfigError:
         return "localhost"
     return name
 
@@ -178,7 +176,7 @@ def add_operator(  # noqa: PLR0913 -- one parameter for each option of the comma
     The profile holds the operator's token, which cannot be shown again.
     """
     if out is not None and out.exists():
-        raise ConfigError(f"{out} exists already and is not replaced; choose another --out")
+        raise errors.ConfigError(f"{out} exists already and is not replaced; choose another --out")
     expires_in_s = operators.parse_duration_s(expires) if expires is not None else None
     record = new_operator(name, role, expires_in_s)
     ca = data_dir / "pki" / "ca.pem"

@@ -17,9 +17,8 @@ from fedplat_server.config import DEFAULT_CACHE_BYTES, is_postgres
 from fedplat_server.database import engine, schema
 from fedplat_server.database.store import Store, open_store
 from fedplat_server.errors import ConfigError
+from fedplat_server.storage import blob_stores, ownership
 from fedplat_server.storage import data_dir as folder
-from fedplat_server.storage import ownership
-from fedplat_server.storage.blob_stores import BlobPlace
 from fedplat_server.storage.object_store import SCHEMES, ObjectStore
 
 DEFAULT_DATA_DIR = Path("fedplat-data")
@@ -190,10 +189,10 @@ def _check_text(path: str, option: str) -> str:
     return path
 
 
-def blob_place(data_dir: Path, blobs: str, cache_mib: int = DEFAULT_CACHE_BYTES >> 20) -> BlobPlace:
+def blob_place(data_dir: Path, blobs: str, cache_mib: int = DEFAULT_CACHE_BYTES >> 20) -> blob_stores.BlobPlace:
     """Return where models are. Raises `ConfigError` if the URL cannot be used."""
     url = blobs if not blobs or "://" in blobs else _check_text(str(Path(blobs).resolve()), "--blobs")
-    place = BlobPlace(data_dir.resolve(), url, cache_mib << 20)
+    place = blob_stores.BlobPlace(data_dir.resolve(), url, cache_mib << 20)
     place.check()
     return place
 

@@ -24,8 +24,7 @@ from fedplat_server.records import operators
 from fedplat_server.storage import data_dir as folder
 from fedplat_server.storage.blob_stores import BlobPlace
 from fedplat_server.storage.files import SET_ASIDE_FOLDER
-from fedplat_server.verify import checker
-from fedplat_server.verify.checks import Report
+from fedplat_server.verify import checker, checks
 
 DAY_S = 86400.0
 
@@ -186,7 +185,7 @@ def verify_and_print(database: str, place: BlobPlace, spool: str, *, live: bool,
     return not report.findings
 
 
-def _report_lines(report: Report) -> list[str]:
+def _report_lines(report: checks.Report) -> list[str]:
     checked = report.checked
     names = ("jobs", "attempts", "assignments", "versions", "history rows", "audit rows")
     counts = ", ".join(f"{checked[name]} {name}" for name in names)
@@ -199,7 +198,7 @@ def _report_lines(report: Report) -> list[str]:
     return [*broken, *(f"note: {_one_line(note)}" for note in report.notes), summary]
 
 
-def _as_json(report: Report) -> str:
+def _as_json(report: checks.Report) -> str:
     return json.dumps(
         {
             "clean": not report.findings,

@@ -21,14 +21,12 @@ from pathlib import Path
 from fedplat.rounds import AttemptKey, Change, Coordinator, JobState, privacy_rules, states
 from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat.rounds.protocols.base import protocol_of, training_of
-from fedplat_server import logs
+from fedplat_server import errors, instruments, logs
 from fedplat_server.coordination import alerts
 from fedplat_server.coordination.budgets import Accountant, epsilon
 from fedplat_server.database.jobs import AttemptFilter, AttemptRecord, JobRecord
 from fedplat_server.database.ledger import Account, Population
 from fedplat_server.database.store import Store
-from fedplat_server.errors import LeadershipLostError, StoreError
-from fedplat_server.instruments import FullWrites
 from fedplat_server.records import events
 from fedplat_server.records.events import Alert, EventRow
 from fedplat_server.storage.object_store import StoreHealth
@@ -88,7 +86,7 @@ class AlertMonitor:
         self._now = now
         self._days_left: Callable[[], float | None] = lambda: None
         self._renewal = ""
-        self._full_writes = FullWrites()
+        self._full_writes = instruments.FullWrites()
         self._prune_options = ""
         self._is_alone = False
         self._health: StoreHealth | None = None
@@ -104,7 +102,7 @@ class AlertMonitor:
         """Include the server's certificate: the days until it expires, and the command that renews it."""
         self._days_left, self._renewal = days_left, renewal
 
-    def watch_disk(self, full_writes: FullWrites, prune_options: str, *, is_alone: bool) -> None:
+    def watch_disk(self, full_writes: instruments.FullWrites, prune_options: str, *, is_alone: bool) -> None:
         """Include the writes that failed since the start of the daemon, also before it led."""
         self._full_writes, self._prune_options, self._is_alone = full_writes, prune_options, is_alone
 
@@ -270,11 +268,11 @@ class AlertMonitor:
     async def _refresh_epsilons(self, store: Store) -> None:
         while True:
             await asyncio.sleep(EPSILON_INTERVAL_S)
-            with contextlib.suppress(LeadershipLostError):
+            with contextlib.suppress(errors.LeadershipLostError):
                 try:
                     if any(disclosure_of(job.spec).is_charged for job in self._coordinator.jobs.values()):
                         await self.update_epsilons(store)
-                except StoreError as exc:
+                except errors.StoreError as exc:
                     logs.get().warning("the spent privacy budgets could not be read", error=str(exc))
 
 
@@ -340,9 +338,9 @@ class AlertRecorder:
             await asyncio.sleep(ALERT_INTERVAL_S)
             try:
                 await self.record()
-            except LeadershipLostError:
+            except errors.LeadershipLostError:
                 return
-            except StoreError as exc:
+            except errors.StoreError as exc:
                 logs.get().warning("changed alerts could not be stored", error=str(exc))
 
 

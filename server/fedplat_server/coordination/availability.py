@@ -14,9 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from fedplat.rounds import Coordinator
-from fedplat_server import logs
+from fedplat_server import errors, logs
 from fedplat_server.database.sql_fleet import AvailabilityHour, ClientTraits, FleetStore
-from fedplat_server.errors import LeadershipLostError, StoreError
 
 HOUR_S = 3600.0
 SAMPLE_S = 5.0
@@ -89,9 +88,9 @@ class AvailabilityTracker:
         ended, hours = self._ended, [*self._ended, *self.current]
         try:
             await self._store.record_availability(hours)
-        except LeadershipLostError:
+        except errors.LeadershipLostError:
             return
-        except StoreError as exc:
+        except errors.StoreError as exc:
             logs.get().warning("the availability could not be stored", error=str(exc))
         else:
             self._ended = [hour for hour in self._ended if hour not in ended]

@@ -22,10 +22,9 @@ from typing import TypeVar
 
 from msgspec import structs
 
-from fedplat.errors import JobFileError, PluginError, UserCodeError
+from fedplat import errors, rounds
 from fedplat.job import JobSpec, calibrate, plan_charge
 from fedplat.privacy import Charge, accounting
-from fedplat.rounds import JobState
 from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat_server.database.jobs import JobRecord
 from fedplat_server.database.ledger import Budget, Population
@@ -43,7 +42,7 @@ class Budgets:
         self._computing = asyncio.Lock()
 
     async def create_job(
-        self, state: JobState, job_file: str, idempotency_key: str, audit: Sequence[AuditEntry]
+        self, state: rounds.JobState, job_file: str, idempotency_key: str, audit: Sequence[AuditEntry]
     ) -> JobRecord:
         """Calibrate a job and store it, or return the job that was created with this `idempotency_key`.
 
@@ -56,13 +55,13 @@ class Budgets:
                 return known
             try:
                 spec = await self.accountant.run(calibrate, state.spec)
-            except (JobFileError, PluginError, UserCodeError) as exc:
+            except (errors.JobFileError, errors.PluginError, errors.UserCodeError) as exc:
                 raise RefusedError(Code.INVALID_JOB_FILE, str(exc)) from exc
             state = structs.replace(state, spec=spec)
             return await self._create(state, job_file, idempotency_key, audit)
 
     async def _create(
-        self, state: JobState, job_file: str, idempotency_key: str, audit: Sequence[AuditEntry]
+        self, state: rounds.JobState, job_file: str, idempotency_key: str, audit: Sequence[AuditEntry]
     ) -> JobRecord:
         while True:
             if (known := await self._store.jobs.find_job(idempotency_key)) is not None:

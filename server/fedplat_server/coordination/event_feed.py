@@ -11,9 +11,8 @@ import contextlib
 from collections import deque
 from collections.abc import Generator, Sequence
 
-from fedplat_server import logs
+from fedplat_server import errors, logs
 from fedplat_server.database.sql_events import EventStore
-from fedplat_server.errors import LeadershipLostError, StoreError
 from fedplat_server.records.events import EventRow
 
 POLL_S = 2.0
@@ -76,9 +75,9 @@ class EventFeed:
             appended = self._events.next_append()
             try:
                 last, found = await self._read(last)
-            except LeadershipLostError:
+            except errors.LeadershipLostError:
                 return  # the daemon ends the calls of all watchers
-            except StoreError as exc:
+            except errors.StoreError as exc:
                 logs.get().warning("watchers of events wait for the database", error=str(exc))
                 found = []
             if found:

@@ -10,13 +10,11 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedplat import submission_checks
+from fedplat import errors, model, submission_checks
 from fedplat.config import toml
 from fedplat.config.plugins import BUILTIN, Plugins
 from fedplat.config.toml_text import change_text
-from fedplat.errors import JobFileError, ModelError, PluginError, UserCodeError
 from fedplat.job import JobSpec, parse_job
-from fedplat.model import Parameters
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.storage import spool_file
 
@@ -27,7 +25,7 @@ def parse(job_file: str, max_bytes: int, plugins: Plugins = BUILTIN) -> JobSpec:
         submission_checks.check_size(job_file, max_bytes)
         spec = parse_job(job_file, plugins)
         submission_checks.check_job(spec)
-    except (JobFileError, PluginError, UserCodeError) as exc:
+    except (errors.JobFileError, errors.PluginError, errors.UserCodeError) as exc:
         raise RefusedError(Code.INVALID_JOB_FILE, str(exc)) from exc
     return spec
 
@@ -92,11 +90,11 @@ def list_names(names: Sequence[str]) -> str:
 def check_initial_model(path: Path, spec: JobSpec) -> int:
     """Check that a job can start from the model in a file; return the size of the file in bytes."""
     try:
-        submission_checks.check_initial_model(Parameters.open(path), spec)
+        submission_checks.check_initial_model(model.Parameters.open(path), spec)
     except FileNotFoundError as exc:
         raise RefusedError(Code.INVALID_MODEL, "upload it first (UploadModel)") from exc
-    except ModelError as exc:
+    except errors.ModelError as exc:
         raise RefusedError(Code.INVALID_MODEL, str(exc)) from exc
-    except JobFileError as exc:
+    except errors.JobFileError as exc:
         raise RefusedError(Code.INVALID_JOB_FILE, str(exc)) from exc
     return path.stat().st_size

@@ -9,9 +9,7 @@ from pathlib import Path
 from fedplat_server.database.engine import describe
 from fedplat_server.database.store import Store
 from fedplat_server.instruments import Instruments
-from fedplat_server.storage import ownership, spool_file
-from fedplat_server.storage.blob_folder import StoredDigests
-from fedplat_server.storage.blob_stores import BlobPlace
+from fedplat_server.storage import blob_folder, blob_stores, ownership, spool_file
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.ownership import Contents, Owner
 
@@ -37,8 +35,8 @@ async def claim_data_dir(store: Store, data_dir: Path, url: str) -> None:
 
 
 async def open_blobs(
-    store: Store, place: BlobPlace, url: str, instruments: Instruments | None = None
-) -> tuple[BlobStore, StoredDigests]:
+    store: Store, place: blob_stores.BlobPlace, url: str, instruments: Instruments | None = None
+) -> tuple[BlobStore, blob_folder.StoredDigests]:
     """Return the blobs of the database at `url`, and the digests that it mentions.
 
     Raises `ConfigError` if the data folder or the blobs belong to another database.
@@ -50,7 +48,7 @@ async def open_blobs(
     return blobs, stored
 
 
-async def _claim_data_dir(store: Store, data_dir: Path, database: Owner, stored: StoredDigests) -> None:
+async def _claim_data_dir(store: Store, data_dir: Path, database: Owner, stored: blob_folder.StoredDigests) -> None:
     is_owned = await asyncio.to_thread(ownership.find_owner, data_dir) is not None
     known = stored.mentioned if is_owned else stored.mentioned | await list_attempts(store)
     await asyncio.to_thread(

@@ -19,8 +19,7 @@ from typing import Protocol
 from fedplat.rounds import Assignment, AssignmentId, Attempt, AttemptKey, Change, JobState
 from fedplat.rounds.protocols.base import PhaseProgress, protocol_of
 from fedplat.rounds.states import AssignmentState
-from fedplat_server import logs
-from fedplat_server.errors import LeadershipLostError, StoreError
+from fedplat_server import errors, logs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -175,9 +174,9 @@ class Downloads:
                 del self._pending[assignment_id]
             try:
                 await self._store.record_downloads(batch)
-            except LeadershipLostError:
+            except errors.LeadershipLostError:
                 return
-            except StoreError as exc:
+            except errors.StoreError as exc:
                 logs.get().warning("times of downloads could not be stored", clients=len(batch), error=str(exc))
 
     async def _run(self) -> None:

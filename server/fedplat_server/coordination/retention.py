@@ -19,13 +19,12 @@ from fedplat.job.sections import Retention
 from fedplat.rounds import AttemptKey, Change, JobState
 from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat.rounds.states import ENDED_JOBS
-from fedplat_server import logs, retries
+from fedplat_server import errors, logs, retries
 from fedplat_server.coordination.availability import KEEP_S
 from fedplat_server.database.jobs import Removable, RetainedVersions
 from fedplat_server.database.sql_events import EVENTS_BATCH
 from fedplat_server.database.sql_retention import BATCH
 from fedplat_server.database.store import Store
-from fedplat_server.errors import BlobError, LeadershipLostError, StoreError
 from fedplat_server.records import audit
 from fedplat_server.storage.blobs import BlobStore
 
@@ -183,7 +182,7 @@ class RetentionTask:
         with self._blobs.sweep() as sweep:
             try:
                 orphans = await self._store.retention.find_unreferenced(leftovers)
-            except StoreError:
+            except errors.StoreError:
                 self._leftovers |= leftovers
                 raise
             await asyncio.to_thread(sweep.remove, orphans)
@@ -216,14 +215,14 @@ class RetentionTask:
         """Await a removal, and log a failure of the database or the disk; return whether it need not be repeated."""
         try:
             await removal
-        except LeadershipLostError:
+        except errors.LeadershipLostError:
             raise
-        except (StoreError, BlobError) as exc:
+        except (errors.StoreError, errors.BlobError) as exc:
             logs.get().warning("old files could not be removed", error=str(exc))
             self._scheduled.set()
             if not self._is_closing:
                 await asyncio.sleep(retries.BACKGROUND_RETRY_S)
-            return isinstance(exc, BlobError)  # the rows are stored: the next start removes the files
+            return isinstance(exc, errors.BlobError)  # the rows are stored: the next start removes the files
         return True
 
 

@@ -21,9 +21,7 @@ from typing import Protocol
 
 import numpy as np
 
-from fedplat.rounds import Change, Context, Coordinator, Proposal, Verdict
-from fedplat.rounds.commands import Command
-from fedplat.rounds.events import ClientCheckedIn, ClientLeft, Event, TimerFired
+from fedplat.rounds import Change, Context, Coordinator, Proposal, Verdict, commands, events
 from fedplat_server import logs, retries
 from fedplat_server.auth.enrollment import new_token
 from fedplat_server.database.store import Store
@@ -82,13 +80,13 @@ class StoredObserver(Protocol):
 class Actor(StoredObserver, Protocol):
     """The executor of commands, which also observes stored changes. Its methods must not block or fail."""
 
-    def act(self, command: Command) -> None:
+    def act(self, command: commands.Command) -> None:
         """Execute a command."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Item:
-    event: Event
+    event: events.Event
     answer: asyncio.Future[Verdict] | None = None
     when_stored: Callable[[], None] | None = None
     audit: Sequence[AuditEntry] = ()
@@ -125,12 +123,12 @@ class Runner:
         """The time on the clock of all deadlines."""
         return self._clock.time()
 
-    def post(self, event: Event) -> None:
+    def post(self, event: events.Event) -> None:
         """Queue an event of the server itself, which is retried until it is stored."""
         self._queue.put_nowait(_Item(event))
 
     async def submit(
-        self, event: Event, when_stored: Callable[[], None] | None = None, audit: Sequence[AuditEntry] = ()
+        self, event: events.Event, when_stored: Callable[[], None] | None = None, audit: Sequence[AuditEntry] = ()
     ) -> Verdict:
         """Queue a caller's event, and return its verdict when it is stored. Raises `StoreError` if it is not stored.
 
@@ -248,7 +246,7 @@ class Runner:
             self._postpone(batch[0], exc)
 
     def _postpone(self, item: _Item, exc: StoreError) -> None:
-        if isinstance(item.event, ClientCheckedIn | ClientLeft):
+        if isinstance(item.event, events.ClientCheckedIn | events.ClientLeft):
             # The client does not wait any more: its check-in fails. A later retry of `ClientLeft` could remove a
             # client that has checked in again.
             self.coordinator.room.leave(item.event.client_id)
@@ -269,7 +267,7 @@ class Runner:
         if (timer := self._timers.pop(job_id, None)) is not None:
             timer.cancel()
         if deadline_at is not None:
-            fire = functools.partial(self.post, TimerFired(job_id))
+            fire = functools.partial(self.post, events.TimerFired(job_id))
             self._timers[job_id] = self._clock.call_at(deadline_at, fire)
 
 

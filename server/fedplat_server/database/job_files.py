@@ -9,10 +9,8 @@ from typing import Any
 import msgspec
 import sqlalchemy
 
-from fedplat.config.decoding import prepare_type
-from fedplat.config.loaded_plugins import PluginVersion
+from fedplat.config import decoding, loaded_plugins, toml
 from fedplat.config.plugins import BUILTIN, Plugins
-from fedplat.config.toml import read_record, read_toml
 from fedplat.errors import FedplatError, JobFileError, PluginError, UserCodeError
 from fedplat.job import JobSpec, parse_job, read_newer
 from fedplat.privacy import Privacy
@@ -54,7 +52,7 @@ class JobFileReader:
         except (PluginError, UserCodeError) as exc:  # it builds the job's rule again
             return with_calibrated(_without_plugins(row.job_file, plugins), row.privacy), str(exc)
 
-    def _parse_file(self, job_file: str, plugins: tuple[PluginVersion, ...]) -> tuple[JobSpec, str]:
+    def _parse_file(self, job_file: str, plugins: tuple[loaded_plugins.PluginVersion, ...]) -> tuple[JobSpec, str]:
         try:
             return parse_job(job_file, self._plugins), ""
         except FedplatError as exc:  # the code of a plugin may raise any of them
@@ -63,15 +61,15 @@ class JobFileReader:
             return _without_plugins(job_file, plugins), str(exc).partition("\n")[0]
 
 
-def _without_plugins(job_file: str, plugins: Iterable[PluginVersion]) -> JobSpec:
+def _without_plugins(job_file: str, plugins: Iterable[loaded_plugins.PluginVersion]) -> JobSpec:
     """Parse a stored job file; the options of its plugins are `AbsentPlugin`. Raises `JobFileError`."""
     absent = frozenset((version.kind, version.name) for version in plugins)
-    return read_record(read_toml(job_file), JobSpec, plugins=Plugins(absent=absent))
+    return toml.read_record(toml.read_toml(job_file), JobSpec, plugins=Plugins(absent=absent))
 
 
-def read_plugins(stored: object) -> tuple[PluginVersion, ...]:
+def read_plugins(stored: object) -> tuple[loaded_plugins.PluginVersion, ...]:
     """Return the versions of a job's plugins from their stored form. Raises `msgspec.ValidationError`."""
-    return msgspec.convert(stored or (), prepare_type(tuple[PluginVersion, ...]))
+    return msgspec.convert(stored or (), decoding.prepare_type(tuple[loaded_plugins.PluginVersion, ...]))
 
 
 def with_calibrated(spec: JobSpec, privacy: object) -> JobSpec:
@@ -83,4 +81,4 @@ def with_calibrated(spec: JobSpec, privacy: object) -> JobSpec:
         raise JobFileError("privacy: the job file and the stored [privacy] do not agree")
     if privacy is None:
         return spec
-    return msgspec.structs.replace(spec, privacy=msgspec.convert(privacy, prepare_type(Privacy)))
+    return msgspec.structs.replace(spec, privacy=msgspec.convert(privacy, decoding.prepare_type(Privacy)))

@@ -18,13 +18,10 @@ from fedplat.config.decoding import require_known
 from fedplat.config.loaded_plugins import PluginVersion, versions_to_builtins
 from fedplat.job import JobSpec, find_mechanism, is_unreadable, read_newer
 from fedplat.job.privacy import find_mechanism_of
-from fedplat.rounds import influence
+from fedplat.rounds import influence, records, states
 from fedplat.rounds.protocols.base import find_training, training_of
-from fedplat.rounds.records import NO_ASSIGNMENTS, Claim, SecureMessages
-from fedplat.rounds.states import AssignmentState, JobStatus
-from fedplat_server.database import job_files, newer_states, tables
+from fedplat_server.database import job_files, ledger, newer_states, tables
 from fedplat_server.database.jobs import AttemptRecord, HistoryRecord, JobRecord, Staleness, Tally, VersionRecord
-from fedplat_server.database.ledger import encode_mechanism
 from fedplat_server.errors import StoreError
 
 _Record = TypeVar("_Record")
@@ -79,7 +76,7 @@ def ledger_values(job: rounds.JobState, version: rounds.ModelVersion, unix_s: fl
         "job_id": job.job_id,
         "version": version.version,
         "round": version.round,
-        "mechanism": encode_mechanism(mechanism),
+        "mechanism": ledger.encode_mechanism(mechanism),
         "unix_s": unix_s,
     }
 
@@ -106,7 +103,7 @@ def attempt(row: Row) -> rounds.Attempt:
 
 def attempt_record(row: Row, groups: Sequence[Row]) -> AttemptRecord:
     """Read a row of `attempts` with the tally of its assignments: `groups` has one or more rows for each state."""
-    counts, has_ended = Counter[AssignmentState](), row.ended_unix_s is not None
+    counts, has_ended = Counter[states.AssignmentState](), row.ended_unix_s is not None
     for group in groups:
         counts[newer_states.assignment_state(group.state, has_ended=has_ended)] += group.total
     tally = Tally(
@@ -151,7 +148,7 @@ def assignment_values(assignment: rounds.Assignment, revision: int, epoch_unix_s
         "staleness": assignment.staleness if folded_into is not None else None,
         "into_round": into.round if into is not None else None,
         "into_number": into.number if into is not None else None,
-        "uploading_unix_s": unix_s if assignment.state is AssignmentState.UPLOADING else None,
+        "uploading_unix_s": unix_s if assignment.state is states.AssignmentState.UPLOADING else None,
         "ended_unix_s": None if assignment.is_busy else unix_s,
         "secure_group": secure.group if secure is not None else None,
         "secure_position": secure.position if secure is not None else None,
@@ -184,10 +181,10 @@ def assignment(
     )
 
 
-def _secure_messages(row: Row, messages: Mapping[str, bytes]) -> SecureMessages | None:
+def _secure_messages(row: Row, messages: Mapping[str, bytes]) -> records.SecureMessages | None:
     if row.secure_group is None:
         return None
-    return SecureMessages(row.secure_group, row.secure_position, **messages)
+    return records.SecureMessages(row.secure_group, row.secure_position, **messages)
 
 
 def job_values(state: rounds.JobState) -> Values:
@@ -214,7 +211,7 @@ class ReportHistory(NamedTuple):
     """
 
     durations: tuple[float, ...]
-    claims: tuple[Claim, ...]
+    claims: tuple[records.Claim, ...]
     unmasked: tuple[int, ...]
     barred: tuple[str, ...] = ()
 
@@ -226,7 +223,7 @@ class LastAttempt(NamedTuple):
     """
 
     attempt: rounds.Attempt | None = None
-    carried_over: rounds.AssignmentSet = NO_ASSIGNMENTS
+    carried_over: rounds.AssignmentSet = records.NO_ASSIGNMENTS
     unknown_state: str = ""
 
 
@@ -242,7 +239,7 @@ def job_record(
         job_id=row.job_id,
         spec=spec,
         latest=latest,
-        status=JobStatus(row.status),
+        status=states.JobStatus(row.status),
         reason=row.reason,
         round=row.round,
         attempt=last.attempt,

@@ -26,10 +26,9 @@ from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from fedplat_server import crash_points
+from fedplat_server import crash_points, errors
 from fedplat_server.database.engine import WRITES, async_url, create_engine, sqlite_path, translate_errors
 from fedplat_server.database.tables import database_identity, schema_compatibility
-from fedplat_server.errors import SchemaVersionError, StoreUnavailableError
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _UPGRADE_LOCK = 0x66656470  # any number that other users of PostgreSQL's advisory locks do not use
@@ -111,7 +110,7 @@ async def _upgrade(url: URL) -> SchemaState:
                 await asyncio.sleep(random.uniform(*_PAUSES_S))
             return await _try_upgrade(engine, url)
         except _LockedError as exc:
-            raise StoreUnavailableError(
+            raise errors.StoreUnavailableError(
                 f"the database {url.render_as_string(hide_password=True)} was not changed: other transactions, such as "
                 f"those of a backup, kept a table locked during {MAX_TRIES} tries ({exc}); see pg_stat_activity, and "
                 "run the upgrade again when they have ended"
@@ -147,7 +146,7 @@ async def require_usable(url: URL) -> None:
     shown = url.render_as_string(hide_password=True)
     found = f"is at schema {state.revision}" if state.revision is not None else "is empty"
     check = "check --database (or FEDPLAT_DATABASE); for a new one " if state.revision is None else ""
-    raise SchemaVersionError(
+    raise errors.SchemaVersionError(
         f"the database {shown} {found}; this fedplat needs {head()}: {check}"
         f"run {UPGRADE} --database {_for_command(url)}"
     )
@@ -157,7 +156,7 @@ async def _read(url: URL) -> SchemaState:
     path = sqlite_path(url)
     if path is not None and not path.exists():
         if not path.parent.is_dir():
-            raise StoreUnavailableError(f"the database {path}: there is no folder {path.parent}")
+            raise errors.StoreUnavailableError(f"the database {path}: there is no folder {path.parent}")
         return SchemaState(None, None)
     with translate_errors(url):
         engine = create_engine(url)
@@ -205,13 +204,13 @@ def _refuse_unknown(found: SchemaState, url: URL) -> None:
     except CommandError as exc:
         shown = url.render_as_string(hide_password=True)
         if found.revision < head():
-            raise SchemaVersionError(
+            raise errors.SchemaVersionError(
                 f"the database {shown} is at schema {found.revision}, which belongs to no release, so this version "
                 f"cannot upgrade it: first upgrade it with a version that knows this schema (for those before "
                 f"{FIRST_RELEASE}: 0.1.0), or begin with a new database"
             ) from exc
         needed = f", for code of {found.compatible_from} or newer" if found.compatible_from else ""
-        raise SchemaVersionError(
+        raise errors.SchemaVersionError(
             f"the database {shown} was written by a newer fedplat "
             f"(schema {found.revision}{needed}; this version has {head()}): install that version or newer"
         ) from exc

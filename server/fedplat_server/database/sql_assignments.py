@@ -10,13 +10,10 @@ from typing import Any, NamedTuple
 import sqlalchemy
 from sqlalchemy import ColumnElement, and_, cast, func, or_, select
 
-from fedplat.rounds import Assignment, AssignmentId, AttemptKey
+from fedplat import rounds, texts
 from fedplat.rounds.states import OPEN_STATES, AssignmentState, Reason
-from fedplat.texts import shorten
-from fedplat_server.database import newer_states, rows
+from fedplat_server.database import newer_states, rows, tallies, transactions
 from fedplat_server.database.tables import SAME_ATTEMPT, assignments, attempts, clients, jobs
-from fedplat_server.database.tallies import counts_for
-from fedplat_server.database.transactions import Database
 
 MAX_EXAMPLE_BYTES = 300
 """Maximum size of a client's text that is shown as an example."""
@@ -38,7 +35,7 @@ _RECORD_DOWNLOAD = (
 class AssignmentStore:
     """Lists and outcomes of assignments, which `JobStore.save` writes."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: transactions.Database) -> None:
         self._database = database
 
     async def list_assignments(
@@ -55,7 +52,7 @@ class AssignmentStore:
         query = select(func.count()).select_from(assignments).where(*_matches(which))
         return (await self._database.fetch(query))[0][0]
 
-    async def list_outcomes(self, key: AttemptKey) -> list[OutcomeCount]:
+    async def list_outcomes(self, key: rounds.AttemptKey) -> list[OutcomeCount]:
         """Return how assignments of an attempt ended without contributing, the most frequent first.
 
         Each has a text of one of the clients, of at most `MAX_EXAMPLE_BYTES`.
@@ -64,19 +61,19 @@ class AssignmentStore:
         example = func.max(func.substr(cast(assignments.c.text, sqlalchemy.Text), 1, MAX_EXAMPLE_BYTES))
         group = (assignments.c.state, assignments.c.reason)
         count = func.count()
-        query = select(*group, count.label("total"), example.label("example")).where(counts_for(key), has_ended)
+        query = select(*group, count.label("total"), example.label("example")).where(tallies.counts_for(key), has_ended)
         found = await self._database.fetch(query.group_by(*group).order_by(count.desc(), *group))
         return [
             OutcomeCount(
                 newer_states.assignment_state(row.state, has_ended=True),
                 newer_states.reason(row.reason),
                 row.total,
-                shorten(row.example, MAX_EXAMPLE_BYTES),
+                texts.shorten(row.example, MAX_EXAMPLE_BYTES),
             )
             for row in found
         ]
 
-    async def count_labels(self, key: AttemptKey, limit: int) -> list[LabelledCount]:
+    async def count_labels(self, key: rounds.AttemptKey, limit: int) -> list[LabelledCount]:
         """Return the assignments of an attempt by the present labels of their clients and by state.
 
         At most `limit` combinations are returned.
@@ -85,7 +82,7 @@ class AssignmentStore:
         query = (
             select(labels.label("labels"), assignments.c.state, func.count().label("total"))
             .join(clients, clients.c.client_id == assignments.c.client_id)
-            .where(counts_for(key))
+            .where(tallies.counts_for(key))
             .group_by(labels, assignments.c.state)
             .limit(limit)
         )
@@ -95,7 +92,7 @@ class AssignmentStore:
             for row in found
         ]
 
-    async def record_downloads(self, downloaded_unix_s: Mapping[AssignmentId, float]) -> None:
+    async def record_downloads(self, downloaded_unix_s: Mapping[rounds.AssignmentId, float]) -> None:
         """Store the times at which clients had the model of their assignment; the first time is kept."""
         # In the order of the keys, so that two writers cannot deadlock.
         values = [
@@ -180,7 +177,7 @@ class AssignmentPlace(NamedTuple):
 class AssignmentRecord:
     """An assignment with the times of its steps (None: not yet, or not known). Its own times are zero."""
 
-    assignment: Assignment
+    assignment: rounds.Assignment
     assigned_unix_s: float
     deadline_unix_s: float
     downloaded_unix_s: float | None

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 
 from sqlalchemy import ColumnElement, Connection, func, select
 
-from fedplat_server.database import rows
-from fedplat_server.database.sql_events import append_events
+from fedplat_server.database import rows, sql_events, transactions
 from fedplat_server.database.tables import audit_head, audit_log, operators
-from fedplat_server.database.transactions import Clock, Database, appended_rows
 from fedplat_server.errors import OperatorError
 from fedplat_server.records import audit
 from fedplat_server.records.audit import ALL_ROWS, AuditAction, AuditEntry, AuditFilter, AuditHead, AuditRow
@@ -30,13 +28,13 @@ def append_entries(connection: Connection, entries: Sequence[AuditEntry], unix_s
     appended, head = audit.chain(entries, unix_s, AuditHead(row.num_rows, row.hash))
     connection.execute(audit_log.insert(), [dataclasses.asdict(row) for row in appended])
     connection.execute(audit_head.update().values(dataclasses.asdict(head)))
-    appended_rows(connection).audit_actions += [entry.action.value for entry in entries]
+    transactions.appended_rows(connection).audit_actions += [entry.action.value for entry in entries]
 
 
 class AuditStore:
     """The audit log. Its rows are never changed or removed."""
 
-    def __init__(self, database: Database, clock: Clock) -> None:
+    def __init__(self, database: transactions.Database, clock: transactions.Clock) -> None:
         self._database = database
         self._clock = clock
 
@@ -95,7 +93,7 @@ def _matches(which: AuditFilter) -> list[ColumnElement[bool]]:
 class OperatorStore:
     """The operators that may use the services of `admin.proto`."""
 
-    def __init__(self, database: Database, clock: Clock) -> None:
+    def __init__(self, database: transactions.Database, clock: transactions.Clock) -> None:
         self._database = database
         self._clock = clock
 
@@ -110,7 +108,7 @@ class OperatorStore:
         def transaction(connection: Connection) -> None:
             if connection.execute(insert).rowcount != 1:
                 raise OperatorError(f"operator {operator.name} exists already; remove it or choose another name")
-            append_events(connection, [added], self._clock())
+            sql_events.append_events(connection, [added], self._clock())
             append_entries(connection, audit, self._clock())
 
         await self._database.write(transaction)
@@ -133,7 +131,7 @@ class OperatorStore:
                 require_another_admin(found, name, self._clock())
             if connection.execute(operators.delete().where(operators.c.name == name)).rowcount != 1:
                 raise OperatorError(f"there is no operator {name}")
-            append_events(connection, [removed], self._clock())
+            sql_events.append_events(connection, [removed], self._clock())
             append_entries(connection, audit, self._clock())
 
         await self._database.write(transaction)

@@ -10,8 +10,8 @@ import sqlalchemy
 from sqlalchemy import Connection, func, select
 
 from fedplat.rounds.states import OPEN_STATES
-from fedplat_server import crash_points
-from fedplat_server.database import json_lists, rows
+from fedplat_server import crash_points, errors
+from fedplat_server.database import json_lists, rows, sql_audit, sql_events, transactions
 from fedplat_server.database.clients import (
     ALL_CLIENTS,
     ClientFilter,
@@ -22,11 +22,7 @@ from fedplat_server.database.clients import (
     make_token_error,
     no_entries,
 )
-from fedplat_server.database.sql_audit import append_entries
-from fedplat_server.database.sql_events import append_events
 from fedplat_server.database.tables import SAME_ATTEMPT, STILL_OPEN, assignments, attempts, clients, enrollment_tokens
-from fedplat_server.database.transactions import Clock, Database
-from fedplat_server.errors import EnrollmentConflictError, StoreError
 from fedplat_server.records.audit import AuditEntry
 from fedplat_server.records.events import EventEntry, EventType
 
@@ -38,7 +34,7 @@ _SEEN = func.coalesce(clients.c.seen_unix_s, clients.c.enrolled_unix_s)
 class ClientStore:
     """Enrollment tokens and clients. The expiry of a token is on the wall clock: it outlives the server."""
 
-    def __init__(self, database: Database, clock: Clock) -> None:
+    def __init__(self, database: transactions.Database, clock: transactions.Clock) -> None:
         self._database = database
         self._clock = clock
 
@@ -50,7 +46,7 @@ class ClientStore:
 
         def transaction(connection: Connection) -> None:
             connection.execute(insert)
-            append_entries(connection, audit, self._clock())
+            sql_audit.append_entries(connection, audit, self._clock())
 
         await self._database.write(transaction)
 
@@ -119,17 +115,17 @@ class ClientStore:
                 connection.execute(clients.update().where(mine).values(mutable))
             row = connection.execute(select(clients).where(mine)).one_or_none()
             if row is None:
-                raise EnrollmentConflictError("another client has this public key")
+                raise errors.EnrollmentConflictError("another client has this public key")
             if row.population != enrollment.population:
-                raise EnrollmentConflictError(
+                raise errors.EnrollmentConflictError(
                     f"this client is enrolled in population {row.population}, not {enrollment.population}"
                 )
             if row.public_key != enrollment.public_key:
-                raise EnrollmentConflictError("this client is enrolled with another public key")
+                raise errors.EnrollmentConflictError("this client is enrolled with another public key")
             record = rows.to_record(row, ClientRecord)
             if is_new:
-                append_events(connection, [_event(EventType.CLIENT_ENROLLED, record)], now)
-                append_entries(connection, audit(record), now)
+                sql_events.append_events(connection, [_event(EventType.CLIENT_ENROLLED, record)], now)
+                sql_audit.append_entries(connection, audit(record), now)
             return record
 
         with crash_points.step("enroll"):
@@ -162,8 +158,8 @@ class ClientStore:
                 return None
             record = rows.to_record(row, ClientRecord)
             if record.revoked_unix_s == now:  # else it was revoked before
-                append_events(connection, [_event(EventType.CLIENT_REVOKED, record)], now)
-            append_entries(connection, audit, now)
+                sql_events.append_events(connection, [_event(EventType.CLIENT_REVOKED, record)], now)
+            sql_audit.append_entries(connection, audit, now)
             return record
 
         return await self._database.write(transaction)
@@ -187,8 +183,8 @@ class ClientStore:
             revoked = _by_id(connection.execute(select(clients).where(these)).all())
             entries = [entry for client_id in unrevoked for entry in audit(revoked[client_id])]
             revocations = [_event(EventType.CLIENT_REVOKED, revoked[client_id]) for client_id in unrevoked]
-            append_events(connection, revocations, now)
-            append_entries(connection, entries, now)
+            sql_events.append_events(connection, revocations, now)
+            sql_audit.append_entries(connection, entries, now)
             return [revoked.get(record.client_id, record) for record in records]
 
         return await self._database.write(transaction)
@@ -198,7 +194,7 @@ class ClientStore:
         values = {"labels": dict(labels), "software_version": software_version}
         with crash_points.step("update_client"):
             if await self._change(clients, clients.c.client_id == client_id, values) is None:
-                raise StoreError(f"there is no client {client_id}")
+                raise errors.StoreError(f"there is no client {client_id}")
 
     async def list_clients(
         self, which: ClientFilter = ALL_CLIENTS, *, after: str = "", limit: int | None = None
@@ -263,7 +259,7 @@ class ClientStore:
             connection.execute(table.update().where(which).values(values))
             row = connection.execute(select(table).where(which)).one_or_none()
             if row is not None:
-                append_entries(connection, audit, self._clock())
+                sql_audit.append_entries(connection, audit, self._clock())
             return row
 
         return await self._database.write(transaction)

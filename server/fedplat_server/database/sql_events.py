@@ -9,9 +9,8 @@ from collections.abc import Collection, Sequence
 import sqlalchemy
 from sqlalchemy import Connection, func, select
 
-from fedplat_server.database import rows
+from fedplat_server.database import rows, transactions
 from fedplat_server.database.tables import STILL_PENDING, deliveries, event_head, events, webhooks
-from fedplat_server.database.transactions import Clock, Database, appended_rows
 from fedplat_server.records.events import Alert, DeliveryState, EventEntry, EventRow, EventType, alert_event
 
 # Built once: each round executes it.
@@ -41,14 +40,14 @@ def append_events(connection: Connection, entries: Sequence[EventEntry], unix_s:
         for number, entry in zip(numbers, entries, strict=True)
     ]
     connection.execute(_INSERT, values)
-    appended_rows(connection).num_events += len(entries)
+    transactions.appended_rows(connection).num_events += len(entries)
     return last
 
 
 class EventStore:
     """The events, numbered without gaps in the order in which they become visible."""
 
-    def __init__(self, database: Database, clock: Clock) -> None:
+    def __init__(self, database: transactions.Database, clock: transactions.Clock) -> None:
         self._database = database
         self._clock = clock
 

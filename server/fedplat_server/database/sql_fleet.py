@@ -8,15 +8,14 @@ from typing import NamedTuple
 
 from sqlalchemy import case, select
 
-from fedplat_server.database import rows
+from fedplat_server.database import rows, transactions
 from fedplat_server.database.tables import availability, clients
-from fedplat_server.database.transactions import Database
 
 
 class FleetStore:
     """Traits of all clients, and the availability of populations by hour."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: transactions.Database) -> None:
         self._database = database
 
     async def list_traits(self, after_sequence: int, limit: int) -> list[ClientTraits]:

@@ -24,7 +24,7 @@ from fedplat.rounds.closing import MAX_DURATIONS
 from fedplat.rounds.influence import MAX_CLAIMS
 from fedplat.rounds.records import Claim
 from fedplat.rounds.states import HAVE_UPDATES, AttemptPhase
-from fedplat_server import crash_points
+from fedplat_server import crash_points, errors
 from fedplat_server.database import json_lists, newer_states, rows, sql_ledger, tallies, writes
 from fedplat_server.database.job_files import JobFileReader
 from fedplat_server.database.jobs import (
@@ -49,7 +49,6 @@ from fedplat_server.database.tables import (
     model_versions,
 )
 from fedplat_server.database.transactions import Clock, Database
-from fedplat_server.errors import StoreError
 from fedplat_server.records.audit import AuditEntry
 from fedplat_server.records.events import EventEntry, EventType
 
@@ -123,7 +122,7 @@ class JobStore:
 
         def transaction(connection: Connection) -> None:
             if connection.execute(update).rowcount != 1:
-                raise StoreError(f"there is no job {job_id}")
+                raise errors.StoreError(f"there is no job {job_id}")
             append_entries(connection, audit, self._clock())
 
         await self._database.write(transaction)
@@ -282,7 +281,7 @@ class JobStore:
             job = connection.execute(lock).one_or_none()
             row = connection.execute(select(model_versions).where(mine)).one_or_none()
             if job is None or row is None:
-                raise StoreError(f"job {job_id} has no version {version}")
+                raise errors.StoreError(f"job {job_id} has no version {version}")
             if row.metrics == metrics and metrics:
                 return  # stored by an earlier call whose reply was lost
             connection.execute(model_versions.update().where(mine).values(metrics=metrics))

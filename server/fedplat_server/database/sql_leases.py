@@ -9,11 +9,10 @@ import sqlalchemy
 from sqlalchemy import Connection, Float, func, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from fedplat_server import logs
+from fedplat_server import errors, logs
 from fedplat_server.database import rows, schema
 from fedplat_server.database.engine import ABANDONED_S, WRITES, async_url, create_engine, translate_errors
 from fedplat_server.database.tables import leases
-from fedplat_server.errors import LeadershipLostError
 from fedplat_server.records import lease as rules
 from fedplat_server.records.lease import Candidate, Lease, LeaseReading
 
@@ -45,7 +44,7 @@ def require_term(connection: Connection, term: int) -> None:
     lock = select(leases.c.term).where(_MINE).with_for_update(read=True, key_share=True)
     found = connection.execute(lock).scalar_one_or_none()
     if found != term:
-        raise LeadershipLostError(f"another daemon leads in term {found}; the term of this daemon was {term}")
+        raise errors.LeadershipLostError(f"another daemon leads in term {found}; the term of this daemon was {term}")
 
 
 async def open_leases(database: str) -> LeaseStore:

@@ -10,13 +10,10 @@ from fedplat.job import is_unreadable, plan_charge
 from fedplat.job.privacy import charges
 from fedplat.privacy import Charge
 from fedplat.rounds.states import ENDED_JOBS, JobStatus
-from fedplat_server.database import rows
+from fedplat_server.database import rows, sql_audit, sql_events, transactions
 from fedplat_server.database.job_files import JobFileReader
 from fedplat_server.database.ledger import Account, Budget, Population, decode_mechanism
-from fedplat_server.database.sql_audit import append_entries
-from fedplat_server.database.sql_events import append_events
 from fedplat_server.database.tables import attempts, jobs, ledger, populations
-from fedplat_server.database.transactions import Clock, Database
 from fedplat_server.errors import BudgetUnknownError, PopulationChangedError
 from fedplat_server.records.audit import AuditEntry
 from fedplat_server.records.events import EventEntry, EventType
@@ -25,7 +22,7 @@ from fedplat_server.records.events import EventEntry, EventType
 class LedgerStore:
     """Private releases, and the budgets of populations. `JobStore.save` adds the releases."""
 
-    def __init__(self, database: Database, clock: Clock, files: JobFileReader) -> None:
+    def __init__(self, database: transactions.Database, clock: transactions.Clock, files: JobFileReader) -> None:
         self._database = database
         self._clock = clock
         self._files = files
@@ -59,8 +56,8 @@ class LedgerStore:
         def transaction(connection: Connection) -> None:
             advance_revision(connection, population, expected_revision)
             connection.execute(populations.update().where(populations.c.population == population).values(values))
-            append_events(connection, [_budget_event(population, budget)], self._clock())
-            append_entries(connection, audit, self._clock())
+            sql_events.append_events(connection, [_budget_event(population, budget)], self._clock())
+            sql_audit.append_entries(connection, audit, self._clock())
 
         await self._database.write(transaction)
 

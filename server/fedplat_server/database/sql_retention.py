@@ -9,7 +9,7 @@ from sqlalchemy import Connection, func, select
 
 from fedplat.rounds import AttemptKey, ModelVersion
 from fedplat_server import crash_points
-from fedplat_server.database import rows
+from fedplat_server.database import rows, transactions
 from fedplat_server.database.jobs import Removable, RetainedVersions
 from fedplat_server.database.tables import (
     SAME_ATTEMPT,
@@ -21,7 +21,6 @@ from fedplat_server.database.tables import (
     jobs,
     model_versions,
 )
-from fedplat_server.database.transactions import Clock, Database
 from fedplat_server.storage.blob_folder import StoredDigests
 
 _V = model_versions.c
@@ -35,7 +34,7 @@ BATCH = 1000
 class RetentionStore:
     """Removal of old files and history. A row records that its files are removed before they are removed."""
 
-    def __init__(self, database: Database, clock: Clock) -> None:
+    def __init__(self, database: transactions.Database, clock: transactions.Clock) -> None:
         self._database = database
         self._clock = clock
 

@@ -15,10 +15,8 @@ from sqlalchemy import ColumnElement, Connection, and_, case, func, select
 
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat.rounds.states import BUSY_STATES, OPEN_PHASES, AssignmentState, AttemptKind, AttemptPhase
-from fedplat_server.database import newer_states
-from fedplat_server.database.rows import Row
+from fedplat_server.database import newer_states, rows, transactions
 from fedplat_server.database.tables import assignments, history
-from fedplat_server.database.transactions import Database
 
 _FAILED = (AssignmentState.FAILED, AssignmentState.REJECTED, AssignmentState.LATE)
 _DONE = (AssignmentState.REPORTED, AssignmentState.MERGED)
@@ -41,7 +39,7 @@ class _Window(NamedTuple):
 class TraceStore:
     """The attempts that have ended, as rows of the history tell, whose numbers grow over all jobs."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: transactions.Database) -> None:
         self._database = database
 
     async def find_last_sequence(self) -> int:
@@ -69,7 +67,7 @@ class TraceStore:
         return await self._database.read(transaction)
 
 
-def _read_attempt(connection: Connection, end: Row, max_assignments: int) -> EndedAttempt:
+def _read_attempt(connection: Connection, end: rows.Row, max_assignments: int) -> EndedAttempt:
     before = (
         select(_H.sequence)
         .where(_H.job_id == end.job_id, _H.sequence < end.sequence, _ENDS_ATTEMPT)
@@ -117,7 +115,7 @@ def _read_assignments(connection: Connection, window: _Window, limit: int) -> tu
     return tuple(_to_assignment(window.job_id, row) for row in connection.execute(query))
 
 
-def _to_assignment(job_id: str, row: Row) -> EndedAssignment:
+def _to_assignment(job_id: str, row: rows.Row) -> EndedAssignment:
     return EndedAssignment(
         id=AssignmentId(AttemptKey(job_id, row.round, row.attempt), row.client_id),
         state=newer_states.assignment_state(row.state, has_ended=True),

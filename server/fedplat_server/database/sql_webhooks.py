@@ -11,13 +11,9 @@ from typing import Any
 import sqlalchemy
 from sqlalchemy import Connection, func, select, tuple_
 
-from fedplat_server import crash_points
-from fedplat_server.database import rows
-from fedplat_server.database.sql_audit import append_entries
-from fedplat_server.database.sql_events import append_events
+from fedplat_server import crash_points, errors
+from fedplat_server.database import rows, sql_audit, sql_events, transactions
 from fedplat_server.database.tables import STILL_PENDING, deliveries, event_head, events, webhooks
-from fedplat_server.database.transactions import Clock, Database
-from fedplat_server.errors import WebhookError
 from fedplat_server.records.audit import AuditEntry
 from fedplat_server.records.events import (
     MAX_PENDING,
@@ -42,7 +38,7 @@ class WebhookStore:
     has exactly one delivery for each webhook that receives its type.
     """
 
-    def __init__(self, database: Database, clock: Clock) -> None:
+    def __init__(self, database: transactions.Database, clock: transactions.Clock) -> None:
         self._database = database
         self._clock = clock
 
@@ -56,13 +52,13 @@ class WebhookStore:
 
         def transaction(connection: Connection) -> None:
             # First the event: the lock on its head makes concurrent calls count one after the other.
-            cursor = append_events(connection, [added], self._clock())
+            cursor = sql_events.append_events(connection, [added], self._clock())
             count = connection.execute(select(func.count()).select_from(webhooks)).scalar_one()
             if count >= MAX_WEBHOOKS:
-                raise WebhookError(f"there are {count} webhooks already; remove one first")
+                raise errors.WebhookError(f"there are {count} webhooks already; remove one first")
             types = list(webhook.types)
             connection.execute(webhooks.insert().values(**values, types=types, cursor=cursor, last_result=""))
-            append_entries(connection, audit, self._clock())
+            sql_audit.append_entries(connection, audit, self._clock())
 
         await self._database.write(transaction)
 
@@ -102,13 +98,13 @@ class WebhookStore:
         def transaction(connection: Connection) -> None:
             url = connection.execute(lock).scalar_one_or_none()
             if url is None:
-                raise WebhookError(f"there is no webhook {webhook_id}")
+                raise errors.WebhookError(f"there is no webhook {webhook_id}")
             connection.execute(deliveries.delete().where(deliveries.c.webhook_id == webhook_id))
             connection.execute(webhooks.delete().where(mine))
             text = f"the webhook for {parse_url(url).origin} was removed"
             removed = EventEntry(EventType.WEBHOOK_REMOVED, subject=webhook_id, text=text)
-            append_events(connection, [removed], self._clock())
-            append_entries(connection, audit, self._clock())
+            sql_events.append_events(connection, [removed], self._clock())
+            sql_audit.append_entries(connection, audit, self._clock())
 
         await self._database.write(transaction)
 

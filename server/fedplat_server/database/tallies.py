@@ -13,8 +13,7 @@ from sqlalchemy import ColumnElement, Connection, and_, case, func, or_, select
 
 from fedplat.rounds import AttemptKey
 from fedplat.rounds.states import AssignmentState
-from fedplat_server.database import json_lists
-from fedplat_server.database.rows import Row
+from fedplat_server.database import json_lists, rows
 from fedplat_server.database.tables import assignments
 
 _OWN = (assignments.c.job_id, assignments.c.round, assignments.c.number)
@@ -39,9 +38,9 @@ def counts_for(key: AttemptKey) -> ColumnElement[bool]:
     return (own & assignments.c.into_round.is_(None)) | (into & _IS_INTO)
 
 
-def tally(connection: Connection, keys: Collection[AttemptKey]) -> dict[AttemptKey, list[Row]]:
+def tally(connection: Connection, keys: Collection[AttemptKey]) -> dict[AttemptKey, list[rows.Row]]:
     """Return rows with the counts by state of each attempt, with bytes, norms, staleness and steps of the clients."""
-    found: dict[AttemptKey, list[Row]] = {}
+    found: dict[AttemptKey, list[rows.Row]] = {}
     values = json_lists.key_values(keys)
     for is_into in (False, True):
         for row in connection.execute(_tally(connection.dialect.name, is_into=is_into), values) if keys else ():

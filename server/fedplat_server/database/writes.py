@@ -26,11 +26,10 @@ from fedplat.rounds.changes import MESSAGE_KINDS, SentMessage
 from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat.rounds.protocols.secure_phases import MAX_BARRED
 from fedplat.rounds.states import Reason
-from fedplat_server import crash_points
+from fedplat_server import crash_points, errors
 from fedplat_server.database import rows, tables
 from fedplat_server.database.rows import Values
 from fedplat_server.database.tables import assignments, secure_messages
-from fedplat_server.errors import ParticipationError, StaleRevisionError, StoreError
 from fedplat_server.records.events import EventEntry, list_events
 
 _MUTABLE_OF_ATTEMPTS = tuple(name for name in rows.ATTEMPT_COLUMNS if name not in ("kind", "base_version"))
@@ -61,14 +60,14 @@ class ParticipationLimits:
         limits = cls(spec.selection.min_separation, spec.max_participations)
         return limits if limits != cls(0, 0) else None
 
-    def refusal(self, key: AttemptKey, client_id: str, num_rounds: int) -> ParticipationError:
+    def refusal(self, key: AttemptKey, client_id: str, num_rounds: int) -> errors.ParticipationError:
         """Return the error for an assignment of the client, which would then take part in `num_rounds` rounds."""
         limit = self.max_participations
         if 0 < limit < num_rounds:
             reason = f"it would take part in {num_rounds} rounds (privacy.max_participations = {limit})"
         else:
             reason = f"it takes part in a round too near by (selection.min_separation = {self.min_separation})"
-        return ParticipationError(f"{key} must not have client {client_id}: {reason}; nothing was written")
+        return errors.ParticipationError(f"{key} must not have client {client_id}: {reason}; nothing was written")
 
 
 @dataclasses.dataclass
@@ -161,8 +160,8 @@ def write(connection: Connection, batch: Batch) -> None:
     crash_points.point("save.uncommitted")
 
 
-def _stale_revision(job_id: str, expected: int) -> StaleRevisionError:
-    return StaleRevisionError(f"job {job_id} is not at revision {expected} any more: read it again")
+def _stale_revision(job_id: str, expected: int) -> errors.StaleRevisionError:
+    return errors.StaleRevisionError(f"job {job_id} is not at revision {expected} any more: read it again")
 
 
 def _require_limits(connection: Connection, key: AttemptKey, limits: ParticipationLimits) -> None:
@@ -199,7 +198,7 @@ def _add_versions(connection: Connection, batch: Batch) -> None:
         job_id, number = version["job_id"], version["version"]
         is_release = job_id in private and version["round"] > 0
         if is_release != ((job_id, number) in charged):
-            raise StoreError(f"job {job_id}: version {number} and the ledger do not agree; nothing was stored")
+            raise errors.StoreError(f"job {job_id}: version {number} and the ledger do not agree; nothing was stored")
         if version["restored_from"] is not None:
             _require_files(connection, version)
     _execute(connection, tables.model_versions.insert(), batch.versions)
@@ -216,7 +215,7 @@ def _require_files(connection: Connection, restored: Values) -> None:
         )
         exists.append(connection.execute(select(columns.version).where(kept).limit(1)).first() is not None)
     if not exists[0] or (restored["state_digest"] and not exists[1]):
-        raise StoreError(
+        raise errors.StoreError(
             f"job {restored['job_id']}: the files of version {restored['restored_from']} are not kept any more; "
             "nothing was stored"
         )

@@ -14,13 +14,10 @@ from typing import BinaryIO
 
 import msgspec
 
-from fedplat import texts
+from fedplat import errors, texts
 from fedplat.config.decoding import prepare_type
-from fedplat.errors import FedplatError
+from fedplat.flower import grid, identity, server
 from fedplat.flower.app import read_app
-from fedplat.flower.grid import NodeReply
-from fedplat.flower.identity import node_id
-from fedplat.flower.server import AppCheckpoint, ServerAppRun
 from fedplat.model import Parameters
 from fedplat_server.flower import protocol
 
@@ -57,20 +54,20 @@ class AppProcess:
                 assert isinstance(request, protocol.AdvanceRun)
                 if not self._advance(run, request):
                     return
-        except FedplatError as exc:
+        except errors.FedplatError as exc:
             self._write(protocol.RunFailed(str(exc)))
         except Exception as exc:  # a process boundary: a bug, or no memory
             self._write(protocol.RunFailed(texts.describe(exc)))
             raise
 
-    def _start(self, request: protocol.StartRun) -> ServerAppRun:
+    def _start(self, request: protocol.StartRun) -> server.ServerAppRun:
         stored = Path(request.state).read_bytes() if request.state else None
         state = None if stored is None else msgspec.msgpack.decode(stored, type=prepare_type(RunState))
         app = read_app(Path(request.folder))
         checkpoint = None
         if state is not None and state.app:
-            checkpoint = AppCheckpoint(state.app, Parameters.open(request.message, writable=True))
-        run = ServerAppRun(app, self._list_nodes, {**app.run_config, **request.run_config}, checkpoint)
+            checkpoint = server.AppCheckpoint(state.app, Parameters.open(request.message, writable=True))
+        run = server.ServerAppRun(app, self._list_nodes, {**app.run_config, **request.run_config}, checkpoint)
         run.grid.name_node = lambda node: self._clients.get(node, f"node {node}")
         run.grid.max_weight_factor = request.max_weight_factor
         if state is not None:
@@ -78,11 +75,11 @@ class AppProcess:
         self._write(protocol.RunStarted(self._known, checkpoint is not None))
         return run
 
-    def _advance(self, run: ServerAppRun, request: protocol.AdvanceRun) -> bool:
+    def _advance(self, run: server.ServerAppRun, request: protocol.AdvanceRun) -> bool:
         """Continue the app; return whether it waits for replies."""
         self._remember((*request.replies, *request.failures))
         replies = [_read_reply(client, path) for client, path in request.replies.items()]
-        failed = [NodeReply(node_id(client), None, reason) for client, reason in request.failures.items()]
+        failed = [grid.NodeReply(identity.node_id(client), None, reason) for client, reason in request.failures.items()]
         message = run.advance([*replies, *failed])
         metrics = run.grid.take_metrics()
         unread = {reply.node_id: reply.error for reply in replies if reply.content is None}
@@ -105,11 +102,11 @@ class AppProcess:
             clients = self._listed.get().clients
         self._remember(clients)
         self._known = clients
-        return [node_id(client) for client in clients]
+        return [identity.node_id(client) for client in clients]
 
     def _remember(self, clients: Iterable[str]) -> None:
         for client in clients:
-            self._clients[node_id(client)] = client
+            self._clients[identity.node_id(client)] = client
 
     def _read(self) -> None:
         while (request := protocol.read_frame(self._requests)) is not None:
@@ -124,9 +121,9 @@ class AppProcess:
             protocol.write_frame(self._answers, frame)
 
 
-def _read_reply(client: str, path: str) -> NodeReply:
+def _read_reply(client: str, path: str) -> grid.NodeReply:
     # The app may change arrays in place. Reading into new memory takes much longer than the arithmetic.
-    return NodeReply.read(node_id(client), Parameters.open(path, writable=True))
+    return grid.NodeReply.read(identity.node_id(client), Parameters.open(path, writable=True))
 
 
 def _write_file(path: str, pieces: Iterable[memoryview]) -> None:

@@ -6,12 +6,9 @@ import asyncio
 import functools
 
 from fedplat.wire.v1 import admin_pb2_grpc, events_pb2_grpc, fleet_pb2_grpc
-from fedplat_server.auth.addresses import Origins
-from fedplat_server.auth.authentication import Authenticator
+from fedplat_server.auth import addresses, authentication
 from fedplat_server.auth.enrollment import Enrollments, Trust
-from fedplat_server.coordination.availability import FleetCounter
-from fedplat_server.coordination.conflicts import Conflicts
-from fedplat_server.coordination.long_polls import Presence
+from fedplat_server.coordination import availability, conflicts, long_polls
 from fedplat_server.coordination.revocation import Revocation
 from fedplat_server.database.engine import async_url
 from fedplat_server.leader.parts import LeaderParts
@@ -41,8 +38,8 @@ from fedplat_server.storage.read_cache import InlineModels
 def make_route(parts: LeaderParts) -> LocalRoute:
     """Return the route to all handlers, for admitted calls."""
     mandate, coordination, store = parts.mandate, parts.coordination, parts.mandate.store
-    origins = Origins(mandate.config.trusted_proxies, mandate.lease.secret)
-    authenticator = Authenticator(coordination.audit, coordination.clients)
+    origins = addresses.Origins(mandate.config.trusted_proxies, mandate.lease.secret)
+    authenticator = authentication.Authenticator(coordination.audit, coordination.clients)
     access = ClientAccess(
         authenticator=authenticator,
         clients=coordination.clients,
@@ -77,7 +74,7 @@ def make_route(parts: LeaderParts) -> LocalRoute:
 
 
 def _make_fleet(
-    parts: LeaderParts, access: ClientAccess, authenticator: Authenticator, enrollments: Enrollments
+    parts: LeaderParts, access: ClientAccess, authenticator: authentication.Authenticator, enrollments: Enrollments
 ) -> fleet_pb2_grpc.FleetServicer:
     mandate, coordination, files, halves = parts.mandate, parts.coordination, parts.files, parts.production.halves
     limits, store, instruments = mandate.config.limits, mandate.store, mandate.metrics.instruments
@@ -118,7 +115,7 @@ def _make_fleet(
         CheckInService,
         access=access,
         limits=limits,
-        presence=Presence(coordination.clients, parts.records.availability, coordination.progress),
+        presence=long_polls.Presence(coordination.clients, parts.records.availability, coordination.progress),
         runner=coordination.runner,
         long_polls=coordination.long_polls,
         messages=AssignmentMessages(coordination.runner, halves, models, is_tracing=is_tracing),
@@ -144,7 +141,7 @@ def _make_fleet(
         halves=halves,
         intake=intake,
         models=models,
-        conflicts=Conflicts(store.audit),
+        conflicts=conflicts.Conflicts(store.audit),
     )
     return serving.combine(fleet_pb2_grpc.FleetServicer, identity, free, working, results)
 
@@ -190,7 +187,7 @@ def _make_jobs(parts: LeaderParts) -> admin_pb2_grpc.JobsServicer:
 
 def _make_clients(parts: LeaderParts, enrollments: Enrollments) -> ClientsService:
     coordination, store = parts.coordination, parts.mandate.store
-    counter = FleetCounter(store.fleet, asyncio.get_running_loop().time)
+    counter = availability.FleetCounter(store.fleet, asyncio.get_running_loop().time)
     return ClientsService(
         store=store.clients,
         runner=coordination.runner,

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 
-from fedplat.rounds import Change, HistoryRow, commands
-from fedplat.rounds.events import ServerRestarted
+from fedplat.rounds import Change, HistoryRow, commands, events, states
 from fedplat.rounds.protocols.base import protocol_of
-from fedplat.rounds.states import AttemptPhase
 from fedplat_server import logs
 from fedplat_server.coordination.runner import StoredObserver
 from fedplat_server.leader import handlers
@@ -48,7 +46,7 @@ class Leader:
             await records.traces.begin()
         for record in coordination.jobs.all():
             loaded = plugins.select(record.state.plugins)
-            await self.runner.submit(ServerRestarted(record.state.job_id, loaded, record.problem))
+            await self.runner.submit(events.ServerRestarted(record.state.job_id, loaded, record.problem))
             for version in await store.jobs.list_versions(record.state.job_id):
                 if not version.metrics and version.model_removed_unix_s is None:
                     production.evaluation.schedule_if_due(record.state, version.version)
@@ -113,7 +111,7 @@ class Leader:
     def _is_committing(self) -> bool:
         # A warm start does not finish: it may need hours, and resumes from its last checkpoint.
         return any(
-            attempt.phase is AttemptPhase.COMMITTING and protocol_of(job, attempt.kind).finishes
+            attempt.phase is states.AttemptPhase.COMMITTING and protocol_of(job, attempt.kind).finishes
             for job in self.runner.coordinator.jobs.values()
             if (attempt := job.open_attempt) is not None
         )

@@ -16,14 +16,11 @@ from pathlib import Path
 from fedplat.config.loaded_plugins import describe_versions
 from fedplat.rounds import Coordinator, JobState, selection
 from fedplat_server import logs
+from fedplat_server.aggregation import secure_attempts, service
 from fedplat_server.aggregation.backend import AggregationBackend
-from fedplat_server.aggregation.secure_attempts import SecureAttempts
-from fedplat_server.aggregation.service import Aggregation, AggregationParts
-from fedplat_server.auth.client_directory import ClientDirectory
-from fedplat_server.auth.rate_limits import BoundedAudit, Quotas
+from fedplat_server.auth import client_directory, rate_limits
 from fedplat_server.config import ServerConfig
-from fedplat_server.coordination import owner
-from fedplat_server.coordination.alert_monitor import AlertMonitor, AlertRecorder, DiskSpace
+from fedplat_server.coordination import alert_monitor, owner
 from fedplat_server.coordination.availability import AvailabilityTracker
 from fedplat_server.coordination.budgets import Budgets
 from fedplat_server.coordination.event_feed import EventFeed
@@ -31,35 +28,27 @@ from fedplat_server.coordination.long_polls import LongPolls
 from fedplat_server.coordination.progress import Downloads, ProgressTracker
 from fedplat_server.coordination.retention import RetentionTask
 from fedplat_server.coordination.runner import Runner
-from fedplat_server.database.sql_audit import list_creators
-from fedplat_server.database.sql_jobs import recall_participations
+from fedplat_server.database import sql_audit, sql_jobs
 from fedplat_server.database.store import Store
 from fedplat_server.flower.runs import FlowerRuns
 from fedplat_server.instruments import Instruments
 from fedplat_server.messages.memory import UploadMemory
 from fedplat_server.metrics.service import MetricsService
-from fedplat_server.protocols.half import HalfParts
+from fedplat_server.protocols import half, steps
 from fedplat_server.protocols.registry import KindParts, ServerHalves
 from fedplat_server.protocols.relay import Relay
-from fedplat_server.protocols.steps import StepPolls
 from fedplat_server.records.lease import Lease
-from fedplat_server.rpc import serving
-from fedplat_server.rpc.job_registry import JobRegistry
-from fedplat_server.storage import files
-from fedplat_server.storage.blob_stores import BlobPlace, reconcile
+from fedplat_server.rpc import job_registry, serving
+from fedplat_server.storage import blob_stores, files, read_cache, relay_store, spool_backend
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.object_store import StoreHealth
-from fedplat_server.storage.read_cache import Chunks
-from fedplat_server.storage.relay_store import RelayStore
 from fedplat_server.storage.spool import Spool
-from fedplat_server.storage.spool_backend import FolderBackend, SpoolBackend, open_backend
 from fedplat_server.tracing.attempts import AttemptTraces, SentMark
 from fedplat_server.training.evaluation import EvaluationScheduler, Trainers
 from fedplat_server.training.server_training import ServerTraining
 from fedplat_server.webhooks.addresses import parse_network
 from fedplat_server.webhooks.delivery import DeliveryTask, WebhookSender
-from fedplat_server.workers.client import WorkerPool
-from fedplat_server.workers.task_inputs import AttemptInputs
+from fedplat_server.workers import client, task_inputs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,12 +69,12 @@ class Coordination:
     """The jobs, the clients and their calls. Nothing of it must be closed."""
 
     runner: Runner
-    jobs: JobRegistry
-    clients: ClientDirectory
+    jobs: job_registry.JobRegistry
+    clients: client_directory.ClientDirectory
     long_polls: LongPolls
     progress: ProgressTracker
-    quotas: Quotas
-    audit: BoundedAudit
+    quotas: rate_limits.Quotas
+    audit: rate_limits.BoundedAudit
     draining: asyncio.Event
     """It is set when the daemon stops."""
 
@@ -96,8 +85,8 @@ class Files:
 
     blobs: BlobStore
     spool: Spool
-    relay: RelayStore
-    chunks: Chunks
+    relay: relay_store.RelayStore
+    chunks: read_cache.Chunks
     memory: UploadMemory
     health: StoreHealth | None
     """That of the object store for updates, if there is one."""
@@ -110,7 +99,7 @@ class Production:
     budgets: Budgets
     halves: ServerHalves
     evaluation: EvaluationScheduler
-    aggregation: Aggregation
+    aggregation: service.Aggregation
     retention: RetentionTask
 
 
@@ -119,8 +108,8 @@ class Records:
     """What shows and stores how the server and its jobs fare."""
 
     availability: AvailabilityTracker
-    alerts: AlertMonitor
-    alert_recorder: AlertRecorder
+    alerts: alert_monitor.AlertMonitor
+    alert_recorder: alert_monitor.AlertRecorder
     downloads: Downloads
     traces: AttemptTraces | None
     event_feed: EventFeed
@@ -155,19 +144,19 @@ async def _make_coordination(mandate: Mandate) -> Coordination:
     config, store, loop = mandate.config, mandate.store, asyncio.get_running_loop()
     coordinator = Coordinator(max_waiting=config.limits.max_waiting)
     runner = Runner(coordinator, store, loop, store_retry_s=mandate.store_retry_s)
-    jobs = JobRegistry(runner)
-    creators = await list_creators(store.audit)
+    jobs = job_registry.JobRegistry(runner)
+    creators = await sql_audit.list_creators(store.audit)
     for record in await store.jobs.load_jobs(runner.now):
-        participations = await recall_participations(store.jobs, record.state)
+        participations = await sql_jobs.recall_participations(store.jobs, record.state)
         jobs.add(record, participations, creator=creators.get(record.state.job_id, ""))
     return Coordination(
         runner=runner,
         jobs=jobs,
-        clients=ClientDirectory(store.clients),
+        clients=client_directory.ClientDirectory(store.clients),
         long_polls=LongPolls(),
         progress=ProgressTracker(),
-        quotas=Quotas(config.limits, loop.time),
-        audit=BoundedAudit(store.audit, config.limits.notes_per_minute, loop.time),
+        quotas=rate_limits.Quotas(config.limits, loop.time),
+        audit=rate_limits.BoundedAudit(store.audit, config.limits.notes_per_minute, loop.time),
         draining=asyncio.Event(),
     )
 
@@ -179,9 +168,9 @@ async def _make_files(
     health = StoreHealth(config.spool_url) if config.spool_url else None
     spool = await _open_spool(config, mandate.store, mandate.lease.term, coordination.jobs, health)
     stack.push_async_callback(spool.close)
-    relay = await asyncio.to_thread(RelayStore, config.data_dir / "relay")
+    relay = await asyncio.to_thread(relay_store.RelayStore, config.data_dir / "relay")
     memory = UploadMemory(config.limits)
-    return Files(blobs=blobs, spool=spool, relay=relay, chunks=Chunks(), memory=memory, health=health)
+    return Files(blobs=blobs, spool=spool, relay=relay, chunks=read_cache.Chunks(), memory=memory, health=health)
 
 
 async def _make_production(
@@ -199,16 +188,16 @@ async def _make_production(
     stack.push_async_callback(evaluation.close)
 
     def open_attempt(
-        job: JobState, find_job: Callable[[], JobState], inputs: AttemptInputs, blobs: BlobStore
+        job: JobState, find_job: Callable[[], JobState], inputs: task_inputs.AttemptInputs, blobs: BlobStore
     ) -> AggregationBackend:
         return halves.training_of(job.spec).open_backend(job, find_job, inputs, blobs)
 
-    aggregation = Aggregation(
+    aggregation = service.Aggregation(
         files.blobs,
         files.spool,
         store.jobs.find_version,
         post,
-        AggregationParts(open_attempt, training, config.plugins.references),
+        service.AggregationParts(open_attempt, training, config.plugins.references),
     )
     stack.push_async_callback(aggregation.close)
     retention = RetentionTask(
@@ -217,7 +206,7 @@ async def _make_production(
         coordination.jobs.state,
         coordination.clients.drain_last_seen,
         (files.blobs.expire, files.spool.expire, files.relay.expire, training.expire),
-        lambda: DiskSpace.of(config.data_dir).is_scarce,
+        lambda: alert_monitor.DiskSpace.of(config.data_dir).is_scarce,
     )
     # It is closed before the aggregation, and so removes nothing of attempts that are cut off: another daemon may lead
     # already, have the same files from the same updates, and be about to name them in a version.
@@ -231,11 +220,11 @@ def _make_kind_parts(mandate: Mandate, coordination: Coordination, files: Files,
     find_waiting = functools.partial(selection.list_able, runner.coordinator.room)
     find_enrolled = coordination.clients.list_able
     return KindParts(
-        common=HalfParts(
-            limits=config.limits, blobs=files.blobs, training=training, pool=WorkerPool.at(config.data_dir)
+        common=half.HalfParts(
+            limits=config.limits, blobs=files.blobs, training=training, pool=client.WorkerPool.at(config.data_dir)
         ),
-        calls=StepPolls(runner, store.jobs, coordination.clients, coordination.long_polls, coordination.quotas),
-        secure=SecureAttempts(files.blobs, store.clients, store.audit),
+        calls=steps.StepPolls(runner, store.jobs, coordination.clients, coordination.long_polls, coordination.quotas),
+        secure=secure_attempts.SecureAttempts(files.blobs, store.clients, store.audit),
         make_relay=lambda list_waiting: Relay(
             list_waiting=list_waiting,
             limits=config.limits,
@@ -251,7 +240,7 @@ def _make_kind_parts(mandate: Mandate, coordination: Coordination, files: Files,
 
 
 def _make_evaluation(
-    mandate: Mandate, jobs: JobRegistry, blobs: BlobStore, training: ServerTraining
+    mandate: Mandate, jobs: job_registry.JobRegistry, blobs: BlobStore, training: ServerTraining
 ) -> EvaluationScheduler:
     config, table = mandate.config, mandate.metrics.table
 
@@ -282,7 +271,7 @@ def _make_records(
     stack.push_async_callback(availability.close)
     alerts = _make_alerts(mandate, coordination, budgets, health)
     stack.push_async_callback(alerts.close)
-    alert_recorder = AlertRecorder(alerts, store, config.data_dir)
+    alert_recorder = alert_monitor.AlertRecorder(alerts, store, config.data_dir)
     stack.push_async_callback(alert_recorder.close)
     downloads = Downloads(store.assignments)
     stack.push_async_callback(downloads.close)
@@ -299,9 +288,9 @@ def _make_records(
 
 def _make_alerts(
     mandate: Mandate, coordination: Coordination, budgets: Budgets, health: StoreHealth | None
-) -> AlertMonitor:
+) -> alert_monitor.AlertMonitor:
     config, coordinator, clock = mandate.config, coordination.runner.coordinator, asyncio.get_running_loop().time
-    alerts = AlertMonitor(coordinator, coordination.jobs.record, budgets.accountant, clock)
+    alerts = alert_monitor.AlertMonitor(coordinator, coordination.jobs.record, budgets.accountant, clock)
     full_writes = mandate.metrics.instruments.full_writes
     alerts.watch_disk(full_writes, config.prune_options, is_alone=not config.is_shared)
     if (certificates := mandate.endpoint.certificates) is not None:
@@ -313,8 +302,8 @@ def _make_alerts(
 
 async def _open_blobs(config: ServerConfig, store: Store, instruments: Instruments) -> BlobStore:
     """Return the blobs of the database, without those that a crash left. Raises `ConfigError` if they are not its."""
-    blobs, stored = await owner.open_blobs(store, BlobPlace.of(config), config.database, instruments)
-    found = await asyncio.to_thread(reconcile, blobs, BlobPlace.of(config), stored)
+    blobs, stored = await owner.open_blobs(store, blob_stores.BlobPlace.of(config), config.database, instruments)
+    found = await asyncio.to_thread(blob_stores.reconcile, blobs, blob_stores.BlobPlace.of(config), stored)
     removed, num_aside = found.orphans
     logs.get().info("blobs were reconciled", kept=len(stored.referenced), removed=removed, copied=found.copied)
     if num_aside:
@@ -329,12 +318,12 @@ async def _open_blobs(config: ServerConfig, store: Store, instruments: Instrumen
 
 
 async def _open_spool(
-    config: ServerConfig, store: Store, term: int, jobs: JobRegistry, health: StoreHealth | None
+    config: ServerConfig, store: Store, term: int, jobs: job_registry.JobRegistry, health: StoreHealth | None
 ) -> Spool:
     """Return the spool with the updates that the jobs need. Raises `ConfigError` if it is another database's."""
-    backend: SpoolBackend = FolderBackend(Path(config.spool) if config.spool else None)
+    backend: spool_backend.SpoolBackend = spool_backend.FolderBackend(Path(config.spool) if config.spool else None)
     if health is not None:
-        backend = open_backend(config.spool_url, term, health, 2 * config.limits.max_model_bytes)
+        backend = spool_backend.open_backend(config.spool_url, term, health, 2 * config.limits.max_model_bytes)
     known = await owner.list_attempts(store)
     if config.spool:
         await asyncio.to_thread(backend.claim, await owner.identify(store, config.database), known)

@@ -9,12 +9,11 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 from msgspec import structs
 
+from fedplat import rounds, texts
 from fedplat.codecs import container
 from fedplat.config.loaded_plugins import PluginVersion
 from fedplat.job import JobSpec, Scalar
-from fedplat.rounds import Attempt, ModelVersion
-from fedplat.rounds.commands import RetryWindow
-from fedplat.rounds.privacy_rules import disclosure_of
+from fedplat.rounds import commands, privacy_rules
 from fedplat.rounds.states import (
     BUSY_STATES,
     REASON_TEXTS,
@@ -24,11 +23,9 @@ from fedplat.rounds.states import (
     JobStatus,
     Reason,
 )
-from fedplat.texts import shorten
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
 from fedplat_server.coordination.progress import ProgressSummary
-from fedplat_server.database.jobs import AttemptRecord, HistoryRecord, JobRecord, VersionRecord
-from fedplat_server.database.rows import field_names
+from fedplat_server.database import jobs, rows
 
 _Message = TypeVar("_Message", bound=Message)
 REASONS: Mapping[Reason, model_pb2.Reason.ValueType] = {
@@ -49,7 +46,7 @@ def encode(message: type[_Message], record: object, **others: Any) -> _Message:
 
 @functools.cache
 def _shared_names(message: type[Message], record: type[Any]) -> list[str]:
-    return [name for name in field_names(record) if name in message.DESCRIPTOR.fields_by_name]
+    return [name for name in rows.field_names(record) if name in message.DESCRIPTOR.fields_by_name]
 
 
 def reason_from_wire(value: model_pb2.Reason.ValueType) -> Reason | None:
@@ -57,7 +54,7 @@ def reason_from_wire(value: model_pb2.Reason.ValueType) -> Reason | None:
     return _REASONS_BACK.get(value)
 
 
-def refusal(reason: Reason, window: RetryWindow, text: str = "") -> fleet_pb2.Refusal:
+def refusal(reason: Reason, window: commands.RetryWindow, text: str = "") -> fleet_pb2.Refusal:
     """Encode a refusal; `text` replaces the default text of the reason."""
     return fleet_pb2.Refusal(
         reason=REASONS[reason],
@@ -77,12 +74,12 @@ def value(scalar: Scalar) -> model_pb2.Value:
     return model_pb2.Value(string_value=scalar)
 
 
-def model_ref(version: ModelVersion) -> model_pb2.ModelRef:
+def model_ref(version: rounds.ModelVersion) -> model_pb2.ModelRef:
     """Return the reference to a version's model file."""
     return model_pb2.ModelRef(version=version.version, digest=version.digest, size_bytes=version.size_bytes)
 
 
-def model_delta(version: ModelVersion, spec: JobSpec) -> fleet_pb2.ModelDelta | None:
+def model_delta(version: rounds.ModelVersion, spec: JobSpec) -> fleet_pb2.ModelDelta | None:
     """Return the reference to the step from a version's base to it; None without one smaller than the whole model."""
     codec = spec.compression.downlink
     if codec is None or not version.delta_digest or version.delta_size_bytes >= version.size_bytes:
@@ -95,7 +92,7 @@ def model_delta(version: ModelVersion, spec: JobSpec) -> fleet_pb2.ModelDelta | 
     )
 
 
-def job(record: JobRecord, current: admin_pb2.Round | None, shown: admin_pb2.Job) -> admin_pb2.Job:
+def job(record: jobs.JobRecord, current: admin_pb2.Round | None, shown: admin_pb2.Job) -> admin_pb2.Job:
     """Encode a job with its last attempt; `shown` has the fields of its kind."""
     state = record.state
     message = admin_pb2.Job(
@@ -103,7 +100,7 @@ def job(record: JobRecord, current: admin_pb2.Round | None, shown: admin_pb2.Job
         name=state.spec.name,
         population=state.spec.population,
         status=STATUSES[state.status],
-        reason=shorten(state.reason),
+        reason=texts.shorten(state.reason),
         round=state.round,
         model=model_ref(state.latest),
         created_unix_s=record.created_unix_s,
@@ -131,13 +128,13 @@ def progress(summary: ProgressSummary) -> admin_pb2.AttemptProgress:
 _NUMBERS = tuple(
     field.name
     for field in admin_pb2.Round.DESCRIPTOR.fields
-    if field.name in Attempt.__struct_fields__ and field.type == field.TYPE_UINT32
+    if field.name in rounds.Attempt.__struct_fields__ and field.type == field.TYPE_UINT32
 )
 """The numbers of an attempt that have the same name on the wire."""
 
 
 def round_(
-    record: AttemptRecord, server_metrics: Mapping[str, float], summary: ProgressSummary | None = None
+    record: jobs.AttemptRecord, server_metrics: Mapping[str, float], summary: ProgressSummary | None = None
 ) -> admin_pb2.Round:
     """Encode an attempt with the counts of its assignments by outcome."""
     attempt, tally, ended = record.attempt, record.tally, record.ended_unix_s
@@ -147,7 +144,7 @@ def round_(
         attempt=attempt.key.number,
         kind=KINDS[attempt.kind],
         phase=_PHASES[attempt.phase],
-        reason=shorten(attempt.reason),
+        reason=texts.shorten(attempt.reason),
         assigned=sum(counts.values()),
         reported=_count_reported(attempt.phase, counts),
         late=counts[AssignmentState.LATE],
@@ -182,14 +179,14 @@ def _count_reported(phase: AttemptPhase, counts: Mapping[AssignmentState, int]) 
     return sum(counts[state] for state in states)
 
 
-def version(record: VersionRecord, spec: JobSpec) -> admin_pb2.ModelVersion:
+def version(record: jobs.VersionRecord, spec: JobSpec) -> admin_pb2.ModelVersion:
     """Encode a model version; for a private job without the total weight, which depends on the clients' examples."""
     return admin_pb2.ModelVersion(
         model=model_ref(record.version),
         round=record.version.round,
         created_unix_s=record.created_unix_s,
         num_updates=record.version.num_updates,
-        total_weight=record.version.total_weight if disclosure_of(spec).shows_clients else 0.0,
+        total_weight=record.version.total_weight if privacy_rules.disclosure_of(spec).shows_clients else 0.0,
         delta_size_bytes=record.version.delta_size_bytes,
         metrics=dict(record.metrics),
         restored_from=record.version.restored_from,
@@ -200,12 +197,12 @@ def version(record: VersionRecord, spec: JobSpec) -> admin_pb2.ModelVersion:
     )
 
 
-def without_state(version: ModelVersion) -> ModelVersion:
+def without_state(version: rounds.ModelVersion) -> rounds.ModelVersion:
     """Return a version without the rule's state, whose file was removed."""
     return structs.replace(version, state_digest="")
 
 
-def event(record: HistoryRecord) -> admin_pb2.JobEvent:
+def event(record: jobs.HistoryRecord) -> admin_pb2.JobEvent:
     """Encode a row of the history."""
     row = record.row
     return encode(
@@ -213,6 +210,6 @@ def event(record: HistoryRecord) -> admin_pb2.JobEvent:
         row,
         sequence=record.sequence,
         unix_s=record.unix_s,
-        reason=shorten(row.reason),
+        reason=texts.shorten(row.reason),
         kind=KINDS[AttemptKind(row.kind)] if row.kind else admin_pb2.ATTEMPT_KIND_UNSPECIFIED,
     )

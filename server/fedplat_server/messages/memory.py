@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import AsyncGenerator
 
 from fedplat import wire
-from fedplat_server.config import Limits
-from fedplat_server.errors import Code, RefusedError
+from fedplat_server import config, errors
 
 UPLOAD_BYTES = 2 * wire.CHUNK_BYTES
 """The memory of one upload: a chunk that is being written, and one that is being received."""
@@ -76,7 +75,7 @@ class MemoryBudget:
             self._free -= size_bytes
             return
         if len(self._waiting) >= self._max_waiting:
-            raise RefusedError(Code.TOO_MANY_UPLOADS)
+            raise errors.RefusedError(errors.Code.TOO_MANY_UPLOADS)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((size_bytes, turn))
         try:
@@ -89,7 +88,7 @@ class MemoryBudget:
                 turn.cancel()
                 self._serve()
             if isinstance(exc, TimeoutError):
-                raise RefusedError(Code.TOO_MANY_UPLOADS) from exc
+                raise errors.RefusedError(errors.Code.TOO_MANY_UPLOADS) from exc
             raise
 
     def _serve(self) -> None:
@@ -107,7 +106,7 @@ class MemoryBudget:
 class UploadMemory:
     """The memory budgets of this daemon: for uploads, and for updates within reports."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: config.Limits) -> None:
         reports = int(REPORTS_PART * limits.upload_memory_bytes)
         self.uploads = MemoryBudget(
             limits.upload_memory_bytes - reports, limits.upload_wait_s, limits.max_waiting_uploads

@@ -9,15 +9,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
-from fedplat import durable
-from fedplat.errors import ModelError
-from fedplat.model import Parameters
+from fedplat import durable, errors, model
 from fedplat.wire import pieces
 from fedplat.wire.v1 import fleet_pb2
-from fedplat_server import crash_points
+from fedplat_server import config, crash_points
 from fedplat_server.aggregation.backend import run_to_the_end
 from fedplat_server.auth import rate_limits
-from fedplat_server.config import Limits
 from fedplat_server.errors import BlobMissingError, Code, RefusedError, UploadError
 from fedplat_server.messages import validation
 from fedplat_server.storage import files
@@ -55,7 +52,7 @@ class UploadMessage(NamedTuple):
         return cls(request.data, request.header if request.HasField("header") else None)
 
 
-async def enforce_min_rate(messages: AsyncIterator[Message], limits: Limits) -> AsyncGenerator[Message]:
+async def enforce_min_rate(messages: AsyncIterator[Message], limits: config.Limits) -> AsyncGenerator[Message]:
     """Yield the messages of a caller. Raises `RefusedError` if they arrive below the minimum rate."""
     clock = asyncio.get_running_loop().time
     progress = rate_limits.MinimumRate(limits.idle_s, limits.min_bytes_per_s * limits.idle_s, clock())
@@ -148,10 +145,10 @@ async def store_model(blobs: BlobStore, parts: AsyncIterator[durable.Bytes], lim
                 await run_to_the_end(durable.write_all, file.fileno(), data)
         try:
             return await asyncio.to_thread(_put_canonical, blobs, Path(file.name))
-        except ModelError as exc:
+        except errors.ModelError as exc:
             raise RefusedError(Code.INVALID_MODEL, str(exc).replace(str(Path(file.name)), "the file")) from exc
 
 
 def _put_canonical(blobs: BlobStore, path: Path) -> Blob:
-    parameters = Parameters.open(path)
+    parameters = model.Parameters.open(path)
     return blobs.put_chunks([parameters.schema.header, parameters.buffer.data])

@@ -17,10 +17,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
-from fedplat.rounds import Coordinator, JobState
-from fedplat.rounds.privacy_rules import disclosure_of
+from fedplat.rounds import Coordinator, JobState, privacy_rules, states
 from fedplat.rounds.protocols.base import protocol_of, training_of
-from fedplat.rounds.states import ENDED_JOBS, JobStatus
 from fedplat_server import __version__, logs
 from fedplat_server.auth.tls import Certificates
 from fedplat_server.coordination import budgets
@@ -106,14 +104,14 @@ class DaemonCollector(Collector):
         coordinator, losses, populations = leader.coordinator, leader.losses(), self._instruments.populations
         jobs = coordinator.jobs.values()
         statuses = Counter(job.status for job in jobs)
-        for status in JobStatus:
+        for status in states.JobStatus:
             families.add("jobs", statuses[status], status.value.lower())
         clients = Counter[tuple[str, str]]()
         for population, count in coordinator.room.count_by_population().items():
             if not populations.is_hidden(population):
                 clients[populations.of(population), "waiting"] += count
         for job in jobs:
-            if job.status not in ENDED_JOBS and not populations.is_hidden(job.spec.population):
+            if job.status not in states.ENDED_JOBS and not populations.is_hidden(job.spec.population):
                 label = populations.of(job.spec.population)
                 clients[label, "waiting"] += 0
                 clients[label, "working"] += job.num_busy
@@ -137,11 +135,11 @@ class DaemonCollector(Collector):
             families.add("job_metric", value, *labels, source, name)
         families.add("privacy_epsilon_spent", losses.spent.get(series.job_id), *labels)
         families.add("privacy_epsilon_planned", losses.planned.get(series.job_id), *labels)
-        if job.status is JobStatus.RUNNING:
+        if job.status is states.JobStatus.RUNNING:
             families.add("job_idle_since_timestamp_seconds", series.idle_since, *labels)
             families.add("job_usual_round_seconds", usual_round_s(series, job), *labels)
             # A Flower app draws its own clients, and some private jobs must not reveal how many clients they have.
-            if training_of(job).draws and disclosure_of(job.spec).shows_cohorts:
+            if training_of(job).draws and privacy_rules.disclosure_of(job.spec).shows_cohorts:
                 families.add("job_clients_available", _count_available(leader.coordinator, job), *labels)
                 families.add("job_clients_goal", job.spec.selection.goal, *labels)
 
@@ -209,7 +207,7 @@ class PrivacyCosts:
             started = time.monotonic()
             try:
                 populations = await self._ledger.load_populations()
-                jobs = [job for job in self._jobs() if disclosure_of(job.spec).is_charged]
+                jobs = [job for job in self._jobs() if privacy_rules.disclosure_of(job.spec).is_charged]
                 if jobs or any(population.budget is not None for population in populations):
                     self.losses = await self._thread.run(compute_privacy_costs, jobs, populations)
                 else:

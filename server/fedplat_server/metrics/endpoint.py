@@ -21,9 +21,8 @@ from typing_extensions import override
 
 from fedplat import http_connections
 from fedplat.http_connections import ConnectionLimits
-from fedplat_server import logs
+from fedplat_server import errors, logs
 from fedplat_server.auth.rate_limits import Bucket, take
-from fedplat_server.errors import ConfigError
 
 LIMITS = ConnectionLimits(total=32, body_s=10.0, response_s=10.0)
 MAX_REQUEST_BYTES = 16 * 2**10
@@ -181,6 +180,6 @@ def _bind(listen: str) -> socket.socket:
             raise
         return bound
     except OSError as exc:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"cannot serve metrics at {listen}: {exc.strerror or exc}; choose another address with --metrics HOST:PORT"
         ) from exc

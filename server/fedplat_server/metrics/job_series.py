@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from typing_extensions import override
 
-from fedplat.rounds import Assignment, AttemptKey, Change, HistoryRow, JobState, states
-from fedplat.rounds.commands import Command, Commit
-from fedplat.rounds.privacy_rules import disclosure_of
+from fedplat.rounds import Assignment, AttemptKey, Change, HistoryRow, JobState, commands, privacy_rules, states
 from fedplat_server.coordination.runner import Actor
 from fedplat_server.database.jobs import VersionRecord
 from fedplat_server.instruments import Instruments
@@ -126,7 +124,7 @@ class JobSeriesTable:
         self.note_metrics(job_id, "server", metrics)
 
     def _add(self, job: JobState) -> JobSeries:
-        shows_cohorts = disclosure_of(job.spec).shows_cohorts
+        shows_cohorts = privacy_rules.disclosure_of(job.spec).shows_cohorts
         if not shows_cohorts:
             self._instruments.populations.hide(job.spec.population)
         self._instruments.jobs.add(job.job_id, job.spec.name)
@@ -164,8 +162,8 @@ class ObservedActor(Actor):
         self._commits: dict[AttemptKey, float] = {}
 
     @override
-    def act(self, command: Command) -> None:
-        if isinstance(command, Commit):
+    def act(self, command: commands.Command) -> None:
+        if isinstance(command, commands.Commit):
             self._commits[command.key] = self._now()
         self._inner.act(command)
 
@@ -178,7 +176,7 @@ class ObservedActor(Actor):
     def _record(self, change: Change) -> None:
         self._table.follow(change.job)
         labels = self._instruments.jobs.of(change.job.job_id)
-        if disclosure_of(change.job.spec).shows_cohorts:
+        if privacy_rules.disclosure_of(change.job.spec).shows_cohorts:
             self._record_clients(change, labels)
         for row in change.history:
             if row.entity == "attempt" and row.to_state not in states.OPEN_PHASES:
@@ -187,7 +185,7 @@ class ObservedActor(Actor):
             self._on_release()
         if change.version is not None and change.version.restored_from is None:
             self._table.note_commit(change.job.job_id)
-            if disclosure_of(change.job.spec).is_charged:
+            if privacy_rules.disclosure_of(change.job.spec).is_charged:
                 self._on_release()
 
     def _record_clients(self, change: Change, labels: tuple[str, str]) -> None:

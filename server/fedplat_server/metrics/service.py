@@ -12,14 +12,12 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 
 from fedplat.rounds import JobState
 from fedplat.rounds.states import ENDED_JOBS
-from fedplat_server import logs
-from fedplat_server.auth import pki_folder
-from fedplat_server.auth.tls import Certificates
+from fedplat_server import instruments, logs
+from fedplat_server.auth import pki_folder, tls
 from fedplat_server.config import ServerConfig
 from fedplat_server.coordination.budgets import Accountant
 from fedplat_server.coordination.runner import Actor, Runner
 from fedplat_server.database.store import Store
-from fedplat_server.instruments import Instruments
 from fedplat_server.metrics.collector import DaemonCollector, LeaderState, PrivacyCosts
 from fedplat_server.metrics.endpoint import MetricsEndpoint
 from fedplat_server.metrics.job_series import NUM_COMMITS, JobSeriesTable, ObservedActor
@@ -44,12 +42,12 @@ class MetricsService:
         self._config = config
         self._count_dropped_lines = count_dropped_lines
         self._collector: DaemonCollector | None = None
-        self.instruments = Instruments()
+        self.instruments = instruments.Instruments()
         self.table = JobSeriesTable(self.instruments, config.job_metrics, time.time)
         self.port = 0
 
     @contextlib.asynccontextmanager
-    async def serve(self, certificates: Certificates | None) -> AsyncGenerator[None]:
+    async def serve(self, certificates: tls.Certificates | None) -> AsyncGenerator[None]:
         """Serve the metrics within the block. Raises `ConfigError` if the port is unavailable."""
         if not self._config.metrics_listen:
             yield

@@ -7,8 +7,7 @@ from collections.abc import Collection, Sequence
 
 from typing_extensions import override
 
-from fedplat import report_validation
-from fedplat.aggregate import Rule
+from fedplat import aggregate, report_validation
 from fedplat.job import JobSpec
 from fedplat.rounds import Assignment, Change, JobState, Verdict
 from fedplat.rounds.protocols import warm_start
@@ -26,7 +25,7 @@ class EvaluationHalf(ServerHalf):
         return fleet_pb2.Assignment(task=fleet_pb2.TASK_EVALUATE, trainer=spec.evaluation.clients.evaluator)
 
     @override
-    def judge_claims(self, rule: Rule, assignment: Assignment, request: fleet_pb2.ReportRequest) -> Verdict:
+    def judge_claims(self, rule: aggregate.Rule, assignment: Assignment, request: fleet_pb2.ReportRequest) -> Verdict:
         limits = self._parts.limits.metrics
         verdict = report_validation.validate_claims(None, request.num_examples, request.metrics, limits)
         if verdict.accepted and request.digest:

@@ -11,9 +11,7 @@ from typing_extensions import override
 from fedplat import report_validation
 from fedplat.job import JobSpec
 from fedplat.job.tables import require_flower
-from fedplat.rounds import Assignment, AttemptKey, Change, JobState
-from fedplat.rounds.commands import RunWarmStart
-from fedplat.rounds.states import ENDED_JOBS
+from fedplat.rounds import Assignment, AttemptKey, Change, JobState, commands, states
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server.aggregation.backend import Aggregate, AggregationBackend
 from fedplat_server.coordination.job_checks import list_names
@@ -56,7 +54,7 @@ class FlowerAppHalf(ServerHalf):
         return AppAggregation(find_job, self._runs, blobs)
 
     @override
-    def begin_alone(self, job: JobState, command: RunWarmStart) -> None:
+    def begin_alone(self, job: JobState, command: commands.RunWarmStart) -> None:
         self._runs.begin(job, command)
 
     @override
@@ -65,7 +63,7 @@ class FlowerAppHalf(ServerHalf):
 
     @override
     def on_stored(self, change: Change) -> None:
-        if change.job.status in ENDED_JOBS:
+        if change.job.status in states.ENDED_JOBS:
             self._runs.forget(change.job.job_id)
 
     @override

@@ -13,9 +13,8 @@ from typing_extensions import override
 
 from fedplat import claims
 from fedplat.errors import GossipError, SecureAggregationError
-from fedplat.gossip import ring, steps
+from fedplat.gossip import options, ring, steps
 from fedplat.gossip.messages import Announcement
-from fedplat.gossip.options import Gossip
 from fedplat.gossip.state import GossipState
 from fedplat.gossip.topology import describe_edges_problem, describe_unknown
 from fedplat.job import JobSpec
@@ -31,10 +30,8 @@ from fedplat.wire.v1 import admin_pb2, fleet_pb2, gossip_pb2
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.database.sql_clients import ClientStore
 from fedplat_server.errors import Code, RefusedError
-from fedplat_server.messages import validation
-from fedplat_server.messages.streams import UploadMessage
-from fedplat_server.protocols.half import HalfParts
-from fedplat_server.protocols.relay import ListWaiting, Relay
+from fedplat_server.messages import streams, validation
+from fedplat_server.protocols import half, relay
 from fedplat_server.protocols.silence import SilenceMonitor
 from fedplat_server.protocols.steps import StepPolls, StepsHalf, refuse
 from fedplat_server.storage import files
@@ -55,10 +52,10 @@ class GossipHalf(StepsHalf[steps.SiloMessage]):
 
     def __init__(
         self,
-        parts: HalfParts,
+        parts: half.HalfParts,
         calls: StepPolls,
         clients: ClientStore,
-        make_relay: Callable[[ListWaiting], Relay],
+        make_relay: Callable[[relay.ListWaiting], relay.Relay],
         silence: SilenceMonitor,
     ) -> None:
         super().__init__(parts, calls)
@@ -103,7 +100,7 @@ class GossipHalf(StepsHalf[steps.SiloMessage]):
 
     @override
     async def receive_file(
-        self, assignment: Assignment, header: fleet_pb2.UploadHeader, messages: AsyncIterator[UploadMessage]
+        self, assignment: Assignment, header: fleet_pb2.UploadHeader, messages: AsyncIterator[streams.UploadMessage]
     ) -> int:
         return await self._relay.receive(assignment, header, messages)
 
@@ -232,7 +229,7 @@ class GossipHalf(StepsHalf[steps.SiloMessage]):
         )
 
 
-def _mode(job: JobState) -> Gossip:
+def _mode(job: JobState) -> options.Gossip:
     assert job.spec.gossip is not None
     return job.spec.gossip
 

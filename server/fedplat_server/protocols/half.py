@@ -7,15 +7,13 @@ import functools
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from pathlib import Path
 
-from fedplat import report_validation
-from fedplat.aggregate import Rule
+from fedplat import aggregate, report_validation
 from fedplat.codecs import container
 from fedplat.job import JobSpec
 from fedplat.rounds import Assignment, AttemptKey, Change, JobState, Verdict
 from fedplat.rounds.commands import ACCEPTED, RunWarmStart
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
-from fedplat_server.aggregation.backend import AggregationBackend, LocalAggregation
-from fedplat_server.aggregation.pooled import WithFallback
+from fedplat_server.aggregation import backend, pooled
 from fedplat_server.config import Limits
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.errors import Code, RefusedError
@@ -74,7 +72,7 @@ class ServerHalf:
         async with self._parts.blobs.local(job.latest.digest) as (base,):
             return report_validation.size_limit(base, job.spec.compression.uplink)
 
-    def judge_claims(self, rule: Rule, assignment: Assignment, request: fleet_pb2.ReportRequest) -> Verdict:
+    def judge_claims(self, rule: aggregate.Rule, assignment: Assignment, request: fleet_pb2.ReportRequest) -> Verdict:
         """Judge the numbers of a report."""
         limits = self._parts.limits.metrics
         return report_validation.validate_claims(rule, request.num_examples, request.metrics, limits)
@@ -109,11 +107,11 @@ class ServerHalf:
 
     def open_backend(
         self, job: JobState, find_job: Callable[[], JobState], inputs: AttemptInputs, blobs: BlobStore
-    ) -> AggregationBackend:
+    ) -> backend.AggregationBackend:
         """Return the backend of an attempt; `find_job` returns the job as it is when the attempt commits."""
         if job.spec.pool is None:
-            return LocalAggregation(inputs, blobs)
-        return WithFallback(inputs, blobs, self._parts.pool.with_backend(job.spec.pool.backend))
+            return backend.LocalAggregation(inputs, blobs)
+        return pooled.WithFallback(inputs, blobs, self._parts.pool.with_backend(job.spec.pool.backend))
 
     def begin_alone(self, job: JobState, command: RunWarmStart) -> None:
         """Make the first version without clients. Asked for the kind of the job's training."""

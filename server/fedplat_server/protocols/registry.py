@@ -13,15 +13,10 @@ from fedplat.rounds.states import AttemptKind
 from fedplat_server.aggregation.secure_attempts import SecureAttempts
 from fedplat_server.database.sql_clients import ClientStore
 from fedplat_server.flower.runs import FlowerRuns
-from fedplat_server.protocols.evaluation import EvaluationHalf, WarmStartHalf
-from fedplat_server.protocols.flower_app import FlowerAppHalf
-from fedplat_server.protocols.gossip import GossipHalf
+from fedplat_server.protocols import evaluation, flower_app, gossip, relay, ssp, steps
 from fedplat_server.protocols.half import HalfParts, ServerHalf
-from fedplat_server.protocols.relay import ListWaiting, Relay
 from fedplat_server.protocols.secure import SecureHalf
 from fedplat_server.protocols.silence import SilenceMonitor
-from fedplat_server.protocols.ssp import StaleSynchronousHalf
-from fedplat_server.protocols.steps import StepPolls
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,9 +24,9 @@ class KindParts:
     """The parts from which each half gets its own."""
 
     common: HalfParts
-    calls: StepPolls
+    calls: steps.StepPolls
     secure: SecureAttempts
-    make_relay: Callable[[ListWaiting], Relay]
+    make_relay: Callable[[relay.ListWaiting], relay.Relay]
     clients: ClientStore
     flower: FlowerRuns
 
@@ -43,19 +38,19 @@ def _make_plain(parts: KindParts) -> ServerHalf:
 def _make_gossip(parts: KindParts) -> ServerHalf:
     runner, clock = parts.calls.runner, asyncio.get_running_loop().time
     silence = SilenceMonitor(runner.coordinator, parts.calls.clients, runner.post, clock)
-    return GossipHalf(parts.common, parts.calls, parts.clients, parts.make_relay, silence)
+    return gossip.GossipHalf(parts.common, parts.calls, parts.clients, parts.make_relay, silence)
 
 
 HALVES: Mapping[str, Callable[[KindParts], ServerHalf]] = {
     "sync": _make_plain,
     "buffered": _make_plain,
-    "ssp": lambda parts: StaleSynchronousHalf(parts.common),
+    "ssp": lambda parts: ssp.StaleSynchronousHalf(parts.common),
     "cyclic": _make_plain,
     "secure": lambda parts: SecureHalf(parts.common, parts.calls, parts.secure),
     "gossip": _make_gossip,
-    "flower_app": lambda parts: FlowerAppHalf(parts.common, parts.flower),
-    "evaluation": lambda parts: EvaluationHalf(parts.common),
-    "warm_start": lambda parts: WarmStartHalf(parts.common),
+    "flower_app": lambda parts: flower_app.FlowerAppHalf(parts.common, parts.flower),
+    "evaluation": lambda parts: evaluation.EvaluationHalf(parts.common),
+    "warm_start": lambda parts: evaluation.WarmStartHalf(parts.common),
 }
 
 

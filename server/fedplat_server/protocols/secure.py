@@ -24,11 +24,10 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from fedplat import report_validation
+from fedplat import model, report_validation
 from fedplat.aggregate import Contribution, Rule
 from fedplat.errors import SecureAggregationError
 from fedplat.job.secure import mean_update
-from fedplat.model import ModelFile
 from fedplat.model.values import VectorValues
 from fedplat.rounds import Assignment, Attempt, AttemptKey, JobState, Verdict
 from fedplat.rounds.commands import ACCEPTED
@@ -38,12 +37,11 @@ from fedplat.secure_aggregation import encoding, messages, unmasking
 from fedplat.secure_aggregation.encoding import Decoded
 from fedplat.secure_aggregation.messages import Confirmation, KeyAdvertisement, SealedShares, UnmaskAnswer
 from fedplat.wire.v1 import fleet_pb2
-from fedplat_server import logs
+from fedplat_server import errors, logs
 from fedplat_server.aggregation import backend
 from fedplat_server.aggregation.backend import Aggregate, AggregationBackend, LocalAggregation
 from fedplat_server.aggregation.secure_attempts import RosterGroup, SecureAttempts, has_begun
 from fedplat_server.database.clients import ClientRecord
-from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import validation
 from fedplat_server.protocols.half import HalfParts, Validate
 from fedplat_server.protocols.steps import StepPolls, StepsHalf, refuse
@@ -148,7 +146,7 @@ class SecureHalf(StepsHalf[fleet_pb2.SecureMessage]):
         self._calls.count(assignment, len(content), limit, _MAX_MESSAGES)
         if not has_begun(attempt, _PHASES[kind]):
             text = f"{kind} are expected when the attempt is {_PHASES[kind]}; it is {attempt.phase}"
-            raise RefusedError(Code.INVALID_REQUEST, text)
+            raise errors.RefusedError(errors.Code.INVALID_REQUEST, text)
         try:
             await self._validate(client, job, assignment, kind, content)
         except SecureAggregationError as exc:
@@ -339,5 +337,5 @@ class MaskedAggregation(AggregationBackend):
 
     def _fold_mean(self, result: Decoded) -> None:
         """Give the mean of all updates to the job's rule, as one update of weight 1."""
-        base = ModelFile.open(self._inputs.base_path)
+        base = model.ModelFile.open(self._inputs.base_path)
         self._local.fold_values(VectorValues(base, mean_update(self._inputs.spec, result)), Contribution(1.0))

@@ -10,10 +10,8 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 
-from fedplat.rounds import Coordinator, JobState
-from fedplat.rounds.events import SilosLost
+from fedplat.rounds import Coordinator, JobState, events, states
 from fedplat.rounds.protocols.gossip import find_state, state_of
-from fedplat.rounds.states import JobStatus
 from fedplat_server.auth.client_directory import ClientDirectory
 
 MISSED_HEARTBEATS = 3
@@ -27,7 +25,7 @@ class SilenceMonitor:
         self,
         coordinator: Coordinator,
         clients: ClientDirectory,
-        post: Callable[[SilosLost], None],
+        post: Callable[[events.SilosLost], None],
         clock: Callable[[], float],
     ) -> None:
         self._coordinator = coordinator
@@ -62,7 +60,7 @@ class SilenceMonitor:
                 if now - at > MISSED_HEARTBEATS * job.spec.deadlines.heartbeat_s:
                     lost.append(client_id)
             if lost:
-                self._post(SilosLost(job.job_id, tuple(lost)))
+                self._post(events.SilosLost(job.job_id, tuple(lost)))
         self._heard = known
 
     async def _run(self) -> None:
@@ -74,7 +72,7 @@ class SilenceMonitor:
 def _list_jobs(coordinator: Coordinator) -> Iterator[JobState]:
     """Yield the decentralised jobs that run."""
     for job in coordinator.jobs.values():
-        if find_state(job) is not None and job.status is JobStatus.RUNNING:
+        if find_state(job) is not None and job.status is states.JobStatus.RUNNING:
             yield job
 
 

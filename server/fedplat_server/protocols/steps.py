@@ -25,8 +25,7 @@ from typing_extensions import override
 from fedplat.rounds import Assignment, JobState
 from fedplat.rounds.states import Reason
 from fedplat.wire.v1 import fleet_pb2
-from fedplat_server.auth.client_directory import ClientDirectory
-from fedplat_server.auth.rate_limits import Quotas
+from fedplat_server.auth import client_directory, rate_limits
 from fedplat_server.coordination.long_polls import RETRY_SOON, LongPolls
 from fedplat_server.coordination.runner import Runner
 from fedplat_server.database.clients import ClientRecord
@@ -46,9 +45,9 @@ class StepPolls:
 
     runner: Runner
     store: JobStore
-    clients: ClientDirectory
+    clients: client_directory.ClientDirectory
     long_polls: LongPolls
-    quotas: Quotas
+    quotas: rate_limits.Quotas
 
     def job(self, job_id: str) -> JobState:
         """Return the coordinator's state of an existing job."""

@@ -7,11 +7,8 @@ import dataclasses
 
 from typing_extensions import override
 
-from fedplat import wire
-from fedplat.rounds import AssignmentId
-from fedplat.rounds.commands import Assign, Refuse, RetryWindow
-from fedplat.rounds.events import ClientCheckedIn
-from fedplat.rounds.states import Reason
+from fedplat import rounds, wire
+from fedplat.rounds import commands, events, states
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc
 from fedplat_server import __version__, logs
 from fedplat_server.auth.client_directory import Offer
@@ -22,12 +19,11 @@ from fedplat_server.database.clients import ClientRecord
 from fedplat_server.instruments import Instruments
 from fedplat_server.messages import convert, validation
 from fedplat_server.protocols.registry import ServerHalves
-from fedplat_server.rpc.client_access import ClientAccess
+from fedplat_server.rpc import client_access, handlers
 from fedplat_server.rpc.client_models import ClientModels
-from fedplat_server.rpc.handlers import Context
 from fedplat_server.tracing import ids
 
-DRAINING = RetryWindow(1.0, 5.0)
+DRAINING = commands.RetryWindow(1.0, 5.0)
 
 
 class AssignmentMessages:
@@ -39,9 +35,9 @@ class AssignmentMessages:
         self._models = models
         self._is_tracing = is_tracing
 
-    async def make(self, command: Assign) -> fleet_pb2.Assignment:
+    async def make(self, command: commands.Assign) -> fleet_pb2.Assignment:
         """Return the message of an assignment, with the model if it is small."""
-        assignment = AssignmentId(command.key, command.client_id)
+        assignment = rounds.AssignmentId(command.key, command.client_id)
         logs.bind(**logs.assignment_fields(assignment))
         job = self._coordinator.jobs[command.key.job_id]
         spec, model = job.spec, await self._models.find_base(job, command.base_version)
@@ -70,7 +66,7 @@ class AssignmentMessages:
 class CheckInService(fleet_pb2_grpc.FleetServicer):
     """The method with which a free client waits for an assignment."""
 
-    access: ClientAccess
+    access: client_access.ClientAccess
     limits: Limits
     presence: Presence
     runner: Runner
@@ -81,7 +77,7 @@ class CheckInService(fleet_pb2_grpc.FleetServicer):
     """It is set when the daemon stops: clients get no more assignments."""
 
     @override
-    async def CheckIn(self, request: fleet_pb2.CheckInRequest, context: Context) -> fleet_pb2.CheckInResponse:
+    async def CheckIn(self, request: fleet_pb2.CheckInRequest, context: handlers.Context) -> fleet_pb2.CheckInResponse:
         validation.protocol_version(request.protocol_version)
         client = await self.access.begin_call(context)
         labels = validation.labels(request.labels, self.limits)
@@ -94,7 +90,7 @@ class CheckInService(fleet_pb2_grpc.FleetServicer):
             response.refusal.CopyFrom(convert.refusal(reason, DRAINING))
             self._count_check_in(client, reason)
             return response
-        event = ClientCheckedIn(
+        event = events.ClientCheckedIn(
             client_id=client.client_id,
             population=client.population,
             labels=labels,
@@ -107,23 +103,23 @@ class CheckInService(fleet_pb2_grpc.FleetServicer):
         )
         wait_s = validation.wait_s(request.wait_s, self.limits)
         command = await wait_for_work(self.runner, self.long_polls, event, wait_s)
-        assignment = await self.messages.make(command) if isinstance(command, Assign) else None
+        assignment = await self.messages.make(command) if isinstance(command, commands.Assign) else None
         await self.access.require(client)  # it may have been revoked while it waited
         reason = None
         if assignment is not None:
             response.assignment.CopyFrom(assignment)
         elif reason := self._refuse_if_draining():
             response.refusal.CopyFrom(convert.refusal(reason, DRAINING))
-        elif isinstance(command, Refuse):
+        elif isinstance(command, commands.Refuse):
             reason = command.reason
             response.refusal.CopyFrom(convert.refusal(reason, command.retry))
         self._count_check_in(client, reason)
         return response
 
-    def _refuse_if_draining(self) -> Reason | None:
-        return Reason.DRAINING if self.draining.is_set() else None
+    def _refuse_if_draining(self) -> states.Reason | None:
+        return states.Reason.DRAINING if self.draining.is_set() else None
 
-    def _count_check_in(self, client: ClientRecord, reason: Reason | None) -> None:
+    def _count_check_in(self, client: ClientRecord, reason: states.Reason | None) -> None:
         instruments = self.instruments
         if instruments.populations.is_hidden(client.population):
             return

@@ -8,18 +8,12 @@ from collections.abc import Awaitable
 from typing import Any, TypeVar, cast
 
 from fedplat.rounds import Assignment, JobState
-from fedplat_server import logs
-from fedplat_server.auth import addresses
+from fedplat_server import errors, logs
+from fedplat_server.auth import addresses, authentication, client_directory, enrollment, rate_limits, tls
 from fedplat_server.auth.addresses import Origins
-from fedplat_server.auth.authentication import Authenticator, ClientCall
-from fedplat_server.auth.client_directory import ClientDirectory
-from fedplat_server.auth.enrollment import hash_secret
-from fedplat_server.auth.rate_limits import Quotas
-from fedplat_server.auth.tls import PeerCertificates
 from fedplat_server.coordination.runner import Runner
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.database.sql_jobs import JobStore
-from fedplat_server.errors import Code, RefusedError
 from fedplat_server.rpc import interceptor
 from fedplat_server.rpc.handlers import Context
 
@@ -32,13 +26,13 @@ _T = TypeVar("_T")
 class ClientAccess:
     """Admits the calls of clients."""
 
-    authenticator: Authenticator
-    clients: ClientDirectory
-    quotas: Quotas
+    authenticator: authentication.Authenticator
+    clients: client_directory.ClientDirectory
+    quotas: rate_limits.Quotas
     max_calls: int
     """Calls of one client that may be open at once."""
     origins: Origins
-    peers: PeerCertificates
+    peers: tls.PeerCertificates
     gateway_secret: str
     """What proves that a call comes from a gateway of this leader."""
 
@@ -71,10 +65,10 @@ class ClientAccess:
         """Await the authentication of a call; charge a failure to its network."""
         try:
             return await proof
-        except RefusedError as exc:
+        except errors.RefusedError as exc:
             # After a restart a whole fleet, perhaps at one address, calls with sessions that are gone. This refusal
             # costs no more than refusing for lack of tokens would, and opening a new session is counted.
-            if exc.code is not Code.SESSION_UNKNOWN:
+            if exc.code is not errors.Code.SESSION_UNKNOWN:
                 self.quotas.charge_anonymous(self.network_of(context))
             raise
 
@@ -118,9 +112,9 @@ class AssignmentFinder:
         """Return the assignment of a token on which its client works. Raises `RefusedError`."""
         assignment = await self.find(client, token)
         if assignment is None:
-            raise RefusedError(Code.STALE_ASSIGNMENT)
+            raise errors.RefusedError(errors.Code.STALE_ASSIGNMENT)
         if not assignment.is_busy:
-            raise RefusedError(Code.STALE_ASSIGNMENT, assignment.reason or assignment.state)
+            raise errors.RefusedError(errors.Code.STALE_ASSIGNMENT, assignment.reason or assignment.state)
         return assignment
 
     def job_of(self, assignment: Assignment) -> JobState:
@@ -128,7 +122,7 @@ class AssignmentFinder:
         return self._coordinator.jobs[assignment.key.job_id]
 
     async def _look_up(self, client: ClientRecord, token: str) -> Assignment | None:
-        token_hash = hash_secret(token)
+        token_hash = enrollment.hash_secret(token)
         key = self._coordinator.assignment_of(client.client_id)
         current = self._coordinator.find(key, client.client_id) if key is not None else None
         if current is not None and secrets.compare_digest(current.token_hash, token_hash):
@@ -139,7 +133,7 @@ class AssignmentFinder:
         return self._coordinator.find(*stored.id) or stored
 
 
-def current_call(certified: str = "") -> ClientCall:
+def current_call(certified: str = "") -> authentication.ClientCall:
     """Return the unauthenticated call that this task serves."""
     incoming = interceptor.INCOMING.get()
-    return ClientCall(incoming.method, incoming.metadata, incoming.request, certified)
+    return authentication.ClientCall(incoming.method, incoming.metadata, incoming.request, certified)

@@ -11,8 +11,7 @@ from fedplat.rounds import AssignmentId, JobState, ModelVersion
 from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat_server.coordination.progress import Downloads
 from fedplat_server.coordination.runner import Runner
-from fedplat_server.database.clients import ClientRecord
-from fedplat_server.database.sql_jobs import JobStore
+from fedplat_server.database import clients, sql_jobs
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.instruments import Instruments
 from fedplat_server.messages import streams
@@ -27,7 +26,7 @@ class ClientModels:
 
     access: ClientAccess
     runner: Runner
-    store: JobStore
+    store: sql_jobs.JobStore
     blobs: BlobStore
     chunks: Chunks
     inline_models: InlineModels
@@ -49,7 +48,7 @@ class ClientModels:
             self._count_bytes(job, "inline", len(content))
         return content
 
-    async def require_access(self, client: ClientRecord, digest: str) -> None:
+    async def require_access(self, client: clients.ClientRecord, digest: str) -> None:
         """Raise `RefusedError` for a file that is not for this client."""
         for job in self.runner.coordinator.jobs.values():
             latest = job.latest
@@ -58,7 +57,7 @@ class ClientModels:
         if client.population not in await self.store.find_populations(digest):
             raise RefusedError(Code.NO_SUCH_MODEL, digest)
 
-    async def send(self, client: ClientRecord, digest: str, offset: int) -> AsyncGenerator[bytes]:
+    async def send(self, client: clients.ClientRecord, digest: str, offset: int) -> AsyncGenerator[bytes]:
         """Yield the messages of a file from an offset on. Raises `RefusedError`."""
         count_bytes = self._bytes_counter(client, digest)
         found = streams.send(self.chunks, self.blobs, digest, offset)
@@ -68,7 +67,7 @@ class ClientModels:
                 count_bytes(len(message))
                 yield message
 
-    async def note_download(self, client: ClientRecord, digest: str) -> None:
+    async def note_download(self, client: clients.ClientRecord, digest: str) -> None:
         """Record that a client has received a whole file, if it is the model of its assignment or the step to it."""
         coordinator = self.runner.coordinator
         key = coordinator.assignment_of(client.client_id)
@@ -79,7 +78,7 @@ class ClientModels:
         if digest in (base.digest, base.delta_digest):
             self.downloads.record(assignment.id)
 
-    def _bytes_counter(self, client: ClientRecord, digest: str) -> Callable[[int], None]:
+    def _bytes_counter(self, client: clients.ClientRecord, digest: str) -> Callable[[int], None]:
         """Return a function that counts bytes of a file as sent to a client, for the job that it works for."""
         coordinator = self.runner.coordinator
         key = coordinator.assignment_of(client.client_id)

@@ -12,8 +12,7 @@ from typing_extensions import override
 from fedplat.rounds import Coordinator
 from fedplat.wire.auth import is_address
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
-from fedplat_server.auth.client_directory import ClientDirectory
-from fedplat_server.auth.enrollment import Enrollments
+from fedplat_server.auth import client_directory, enrollment
 from fedplat_server.config import Limits
 from fedplat_server.coordination.availability import HOUR_S, KEEP_S, AvailabilityTracker, FleetCounter, FleetCounts
 from fedplat_server.coordination.progress import ProgressTracker
@@ -36,8 +35,8 @@ class ClientsService(admin_pb2_grpc.ClientsServicer):
     store: ClientStore
     runner: Runner
     limits: Limits
-    clients: ClientDirectory
-    enrollments: Enrollments
+    clients: client_directory.ClientDirectory
+    enrollments: enrollment.Enrollments
     revocation: Revocation
     progress: ProgressTracker
     fleet: FleetView

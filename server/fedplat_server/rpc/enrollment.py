@@ -10,15 +10,9 @@ from typing_extensions import override
 
 from fedplat import wire
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc
-from fedplat_server.auth.authentication import Authenticator
-from fedplat_server.auth.enrollment import Enrollments, Newcomer
-from fedplat_server.auth.rate_limits import Quotas, RecentEntries
-from fedplat_server.auth.tls import CertificateIssuer
-from fedplat_server.config import Limits
-from fedplat_server.database.batch_loader import BatchLoader
-from fedplat_server.database.clients import ClientRecord
-from fedplat_server.database.sql_audit import AuditStore
-from fedplat_server.errors import Code
+from fedplat_server import config, errors
+from fedplat_server.auth import authentication, enrollment, rate_limits, tls
+from fedplat_server.database import batch_loader, clients, sql_audit
 from fedplat_server.messages import validation
 from fedplat_server.records.audit import AuditAction, AuditEntry
 from fedplat_server.rpc.client_access import ClientAccess, current_call
@@ -30,18 +24,18 @@ class EnrollmentService(fleet_pb2_grpc.FleetServicer):
     """The methods that a client calls before it can check in."""
 
     access: ClientAccess
-    authenticator: Authenticator
-    enrollments: Enrollments
-    quotas: Quotas
-    limits: Limits
-    audit: AuditStore
-    issuer: CertificateIssuer
+    authenticator: authentication.Authenticator
+    enrollments: enrollment.Enrollments
+    quotas: rate_limits.Quotas
+    limits: config.Limits
+    audit: sql_audit.AuditStore
+    issuer: tls.CertificateIssuer
     mtls_port: int
     """The port that requires client certificates; 0 without one."""
 
     def __post_init__(self) -> None:
-        self._certified = RecentEntries()
-        self._certificates = BatchLoader(self._audit_certificates)
+        self._certified = rate_limits.RecentEntries()
+        self._certificates = batch_loader.BatchLoader(self._audit_certificates)
 
     @override
     async def GetChallenge(
@@ -58,7 +52,7 @@ class EnrollmentService(fleet_pb2_grpc.FleetServicer):
 
     async def _enroll(self, request: fleet_pb2.EnrollRequest, context: Context) -> fleet_pb2.EnrollResponse:
         validation.protocol_version(request.protocol_version)
-        newcomer = Newcomer(
+        newcomer = enrollment.Newcomer(
             population=validation.name(request.population, "population"),
             labels=validation.labels(request.labels, self.limits),
             software_version=validation.text(request.software_version, 100),
@@ -81,7 +75,7 @@ class EnrollmentService(fleet_pb2_grpc.FleetServicer):
         self, request: fleet_pb2.OpenSessionRequest, context: Context
     ) -> fleet_pb2.OpenSessionResponse:
         validation.protocol_version(request.protocol_version)
-        client_id = validation.client_id(request.client_id, Code.CLIENT_UNKNOWN)
+        client_id = validation.client_id(request.client_id, errors.Code.CLIENT_UNKNOWN)
         await self.authenticator.prove(current_call(), client_id)
         self.quotas.session(client_id)
         session_id = await self.authenticator.open_session(client_id)
@@ -103,7 +97,7 @@ class EnrollmentService(fleet_pb2_grpc.FleetServicer):
             authorities=issued.authorities,
         )
 
-    async def _audit_certificate(self, client: ClientRecord) -> None:
+    async def _audit_certificate(self, client: clients.ClientRecord) -> None:
         """Audit a certificate before the client receives it, at most once an hour per client."""
         if not self._certified.add(client.client_id, asyncio.get_running_loop().time()):
             return

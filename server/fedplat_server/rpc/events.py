@@ -13,8 +13,7 @@ from fedplat_server.database.sql_events import EventStore
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import convert
 from fedplat_server.records.events import TYPE_NAMES, EventRow
-from fedplat_server.rpc import pages
-from fedplat_server.rpc.handlers import Context
+from fedplat_server.rpc import handlers, pages
 from fedplat_server.rpc.job_registry import JobRegistry
 
 
@@ -30,7 +29,7 @@ class EventsService(events_pb2_grpc.EventsServicer):
 
     @override
     async def ListEvents(
-        self, request: events_pb2.ListEventsRequest, context: Context
+        self, request: events_pb2.ListEventsRequest, context: handlers.Context
     ) -> events_pb2.ListEventsResponse:
         types, job_id = check_types(request.types), self._find_job(request.job)
         size, last = pages.size(request.page_size), pages.numbers(request.page_token, pages.SEQUENCE)
@@ -46,7 +45,7 @@ class EventsService(events_pb2_grpc.EventsServicer):
 
     @override
     async def WatchEvents(
-        self, request: events_pb2.WatchEventsRequest, context: Context
+        self, request: events_pb2.WatchEventsRequest, context: handlers.Context
     ) -> AsyncIterator[events_pb2.Event]:
         types, job_id = check_types(request.types), self._find_job(request.job)
         with self._feed.watch():

@@ -14,33 +14,27 @@ from fedplat import rounds
 from fedplat.rounds import Assignment
 from fedplat.rounds.states import Reason
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc
+from fedplat_server import config, errors
 from fedplat_server.auth.rate_limits import Quotas
-from fedplat_server.config import Limits
 from fedplat_server.coordination.conflicts import Conflicts
 from fedplat_server.coordination.long_polls import RETRY_SOON
 from fedplat_server.database.clients import ClientRecord
-from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import convert, streams, validation
-from fedplat_server.protocols import steps
-from fedplat_server.protocols.half import ServerHalf
-from fedplat_server.protocols.registry import ServerHalves
-from fedplat_server.rpc.client_access import AssignmentFinder, ClientAccess
-from fedplat_server.rpc.client_models import ClientModels
-from fedplat_server.rpc.handlers import Context
-from fedplat_server.rpc.report_intake import ReportIntake
+from fedplat_server.protocols import half, registry, steps
+from fedplat_server.rpc import client_access, client_models, handlers, report_intake
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class FleetService(fleet_pb2_grpc.FleetServicer):
     """The methods with which clients get models and send the results of their work."""
 
-    access: ClientAccess
-    finder: AssignmentFinder
+    access: client_access.ClientAccess
+    finder: client_access.AssignmentFinder
     quotas: Quotas
-    limits: Limits
-    halves: ServerHalves
-    intake: ReportIntake
-    models: ClientModels
+    limits: config.Limits
+    halves: registry.ServerHalves
+    intake: report_intake.ReportIntake
+    models: client_models.ClientModels
     conflicts: Conflicts
 
     def __post_init__(self) -> None:
@@ -49,7 +43,7 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
     # Download and Upload do not use the generated message classes, which copy file contents: see `serving`.
     @override
     async def Download(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, request: fleet_pb2.DownloadRequest, context: Context
+        self, request: fleet_pb2.DownloadRequest, context: handlers.Context
     ) -> AsyncIterator[bytes]:
         client = await self.access.begin_call(context)
         if request.sender:
@@ -68,13 +62,13 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
 
     @override
     async def Upload(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, request_iterator: AsyncIterator[streams.UploadMessage], context: Context
+        self, request_iterator: AsyncIterator[streams.UploadMessage], context: handlers.Context
     ) -> fleet_pb2.UploadResponse:
         messages = streams.enforce_min_rate(request_iterator, self.limits)
         first = await anext(messages, None)  # before the client is authenticated: its signature covers this message
         client = await self.access.begin_call(context)
         if first is None or first.header is None:
-            raise RefusedError(Code.INVALID_REQUEST, "an upload must begin with a header")
+            raise errors.RefusedError(errors.Code.INVALID_REQUEST, "an upload must begin with a header")
         with self.quotas.stream(client.client_id):
             assignment = await self.finder.find_busy(client, first.header.token)
             receive = self._half_of(assignment).receive_file if first.header.receiver else self.intake.receive_upload
@@ -83,7 +77,7 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
 
     @override
     async def QueryUpload(
-        self, request: fleet_pb2.QueryUploadRequest, context: Context
+        self, request: fleet_pb2.QueryUploadRequest, context: handlers.Context
     ) -> fleet_pb2.QueryUploadResponse:
         client = await self.access.begin_call(context)
         assignment = await self.finder.find_busy(client, request.token)
@@ -95,7 +89,7 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
         return fleet_pb2.QueryUploadResponse(received_bytes=received)
 
     @override
-    async def Report(self, request: fleet_pb2.ReportRequest, context: Context) -> fleet_pb2.ReportResponse:
+    async def Report(self, request: fleet_pb2.ReportRequest, context: handlers.Context) -> fleet_pb2.ReportResponse:
         client = await self.access.begin_call(context)
         # One report of a client at a time: a duplicate waits for the first, and then gets the same receipt.
         async with self._report_locks.setdefault(client.client_id, asyncio.Lock()):
@@ -120,13 +114,13 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
         )
 
     @override
-    async def Step(self, request: fleet_pb2.StepRequest, context: Context) -> fleet_pb2.StepResponse:
+    async def Step(self, request: fleet_pb2.StepRequest, context: handlers.Context) -> fleet_pb2.StepResponse:
         client = await self.access.begin_call(context)
         assignment = await self.finder.find(client, request.token)
         if assignment is None:
             return steps.refuse()
         return await self._half_of(assignment).take_step(client, assignment, request)
 
-    def _half_of(self, assignment: Assignment) -> ServerHalf:
+    def _half_of(self, assignment: Assignment) -> half.ServerHalf:
         """Return the half of the training of an assignment's job."""
         return self.halves.training_of(self.finder.job_of(assignment).spec)

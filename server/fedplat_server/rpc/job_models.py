@@ -8,9 +8,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 
 from typing_extensions import override
 
-from fedplat.rounds import JobState, ModelVersion
-from fedplat.rounds.events import RollbackOrdered
-from fedplat.rounds.privacy_rules import disclosure_of
+from fedplat.rounds import JobState, ModelVersion, events, privacy_rules
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, model_pb2
 from fedplat_server.auth.rate_limits import RecentEntries
 from fedplat_server.config import Limits
@@ -21,11 +19,7 @@ from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import convert, streams
 from fedplat_server.records import audit
 from fedplat_server.records.audit import AuditEntry
-from fedplat_server.rpc import pages
-from fedplat_server.rpc.handlers import Context
-from fedplat_server.rpc.job_registry import JobRegistry
-from fedplat_server.rpc.job_view import JobView
-from fedplat_server.rpc.operator_access import current_operator
+from fedplat_server.rpc import handlers, job_registry, job_view, operator_access, pages
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.read_cache import Chunks
 
@@ -38,8 +32,8 @@ MAX_RANGES = 20
 class JobModelsService(admin_pb2_grpc.JobsServicer):
     """The methods that receive and send models."""
 
-    jobs: JobRegistry
-    view: JobView
+    jobs: job_registry.JobRegistry
+    view: job_view.JobView
     store: Store
     runner: Runner
     blobs: BlobStore
@@ -49,19 +43,19 @@ class JobModelsService(admin_pb2_grpc.JobsServicer):
 
     @override
     async def UploadModel(
-        self, request_iterator: AsyncIterator[admin_pb2.UploadModelRequest], context: Context
+        self, request_iterator: AsyncIterator[admin_pb2.UploadModelRequest], context: handlers.Context
     ) -> admin_pb2.UploadModelResponse:
         limits = self.limits
         parts = (part.data async for part in streams.enforce_min_rate(request_iterator, limits))
         blob = await streams.store_model(self.blobs, parts, limits.max_model_bytes)
         details = {"size_bytes": blob.size_bytes}
-        entry = AuditEntry(current_operator(), audit.AuditAction.MODEL_UPLOADED, blob.digest, details)
+        entry = AuditEntry(operator_access.current_operator(), audit.AuditAction.MODEL_UPLOADED, blob.digest, details)
         await self.store.audit.append([entry])
         return admin_pb2.UploadModelResponse(digest=blob.digest, size_bytes=blob.size_bytes)
 
     @override
     async def ListModelVersions(
-        self, request: admin_pb2.ListModelVersionsRequest, context: Context
+        self, request: admin_pb2.ListModelVersionsRequest, context: handlers.Context
     ) -> admin_pb2.ListModelVersionsResponse:
         state = self.jobs.find(request.job).state
         size, last = pages.size(request.page_size), pages.numbers(request.page_token, pages.NUMBER)
@@ -78,19 +72,19 @@ class JobModelsService(admin_pb2_grpc.JobsServicer):
 
     @override
     async def ExportModel(
-        self, request: admin_pb2.ExportModelRequest, context: Context
+        self, request: admin_pb2.ExportModelRequest, context: handlers.Context
     ) -> AsyncIterator[admin_pb2.ExportModelResponse]:
         job = self.jobs.find(request.job).state
         number = request.version if request.HasField("version") else job.latest.version
         version = (await self._find_version(job, number)).version
-        await self._audit_export(current_operator(), job.job_id, version)
+        await self._audit_export(operator_access.current_operator(), job.job_id, version)
         yield admin_pb2.ExportModelResponse(model=convert.model_ref(version))
         async for message in streams.send(self.chunks, self.blobs, version.digest, 0):
             yield admin_pb2.ExportModelResponse(data=model_pb2.Chunk.FromString(message).data)
 
     @override
     async def RollbackJob(
-        self, request: admin_pb2.RollbackJobRequest, context: Context
+        self, request: admin_pb2.RollbackJobRequest, context: handlers.Context
     ) -> admin_pb2.RollbackJobResponse:
         job = self.jobs.find(request.job).state
         record = await self._find_version(job, request.version)
@@ -98,8 +92,8 @@ class JobModelsService(admin_pb2_grpc.JobsServicer):
         if record.state_removed_unix_s is not None:
             version = convert.without_state(version)
         details = {"name": job.spec.name, "from": job.latest.version, "to": version.version}
-        entry = AuditEntry(current_operator(), audit.AuditAction.JOB_ROLLED_BACK, job.job_id, details)
-        verdict = await self.runner.submit(RollbackOrdered(job.job_id, version), audit=[entry])
+        entry = AuditEntry(operator_access.current_operator(), audit.AuditAction.JOB_ROLLED_BACK, job.job_id, details)
+        verdict = await self.runner.submit(events.RollbackOrdered(job.job_id, version), audit=[entry])
         if not verdict.accepted:
             raise RefusedError(Code.ILLEGAL_ACTION, verdict.text)
         latest = self.jobs.state(job.job_id).latest
@@ -161,6 +155,6 @@ def _rule_state(job: JobState, version: ModelVersion, record: VersionRecord) -> 
     """Return the source of the rule's state after a rollback, as in `RollbackJobResponse.rule_state`."""
     if not (record.version.state_digest or job.latest.state_digest):
         return "none"
-    if not disclosure_of(job.spec).keeps_states:
+    if not privacy_rules.disclosure_of(job.spec).keeps_states:
         return "latest"
     return "kept" if version.state_digest else "initial"

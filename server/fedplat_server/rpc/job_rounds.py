@@ -8,9 +8,7 @@ from collections.abc import AsyncIterator
 
 from typing_extensions import override
 
-from fedplat.rounds import AttemptKey, JobState
-from fedplat.rounds.privacy_rules import disclosure_of
-from fedplat.rounds.states import ENDED_JOBS
+from fedplat.rounds import AttemptKey, JobState, privacy_rules, states
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
 from fedplat_server.coordination.progress import ProgressTracker
 from fedplat_server.coordination.runner import Runner
@@ -19,10 +17,8 @@ from fedplat_server.database.sql_assignments import AssignmentRecord
 from fedplat_server.database.store import Store
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import convert, validation
-from fedplat_server.rpc import pages, round_details
+from fedplat_server.rpc import job_registry, job_view, pages, round_details
 from fedplat_server.rpc.handlers import Context
-from fedplat_server.rpc.job_registry import JobRegistry
-from fedplat_server.rpc.job_view import JobView
 from fedplat_server.rpc.round_details import ProgressEvents
 from fedplat_server.training.evaluation import EvaluationScheduler
 
@@ -31,8 +27,8 @@ from fedplat_server.training.evaluation import EvaluationScheduler
 class JobRoundsService(admin_pb2_grpc.JobsServicer):
     """The methods that show the rounds of jobs."""
 
-    jobs: JobRegistry
-    view: JobView
+    jobs: job_registry.JobRegistry
+    view: job_view.JobView
     store: Store
     runner: Runner
     progress: ProgressTracker
@@ -58,7 +54,7 @@ class JobRoundsService(admin_pb2_grpc.JobsServicer):
         while True:
             changed = self.jobs.next_change(job_id)
             # The last version may still be evaluated when the job has ended.
-            is_over = self.jobs.state(job_id).status in ENDED_JOBS and not self.evaluation.is_pending(job_id)
+            is_over = self.jobs.state(job_id).status in states.ENDED_JOBS and not self.evaluation.is_pending(job_id)
             rows = await self.store.jobs.list_history(job_id, sequence)
             for record in rows:
                 sequence = record.sequence
@@ -101,7 +97,7 @@ class JobRoundsService(admin_pb2_grpc.JobsServicer):
         (message,) = await self.view.rounds(job.job_id, [record])
         outcomes = await store.assignments.list_outcomes(record.key)
         groups = await store.assignments.count_labels(record.key, round_details.MAX_LABEL_SETS)
-        is_private = not disclosure_of(job.spec).shows_clients
+        is_private = not privacy_rules.disclosure_of(job.spec).shows_clients
         return admin_pb2.RoundDetails(
             round=message,
             reasons=round_details.reasons(outcomes),

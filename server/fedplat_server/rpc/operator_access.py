@@ -21,8 +21,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from fedplat import wire
 from fedplat.wire.v1 import admin_pb2, events_pb2, options_pb2
 from fedplat_server import logs
-from fedplat_server.auth.addresses import Origins
-from fedplat_server.auth.rate_limits import BoundedAudit, Quotas
+from fedplat_server.auth import addresses, rate_limits
 from fedplat_server.database.sql_audit import OperatorStore
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.records.audit import AuditAction, AuditEntry
@@ -106,9 +105,9 @@ class OperatorAccess:
     """Admits the calls of operators. Delays refusals, and limits how many are pending."""
 
     store: OperatorStore
-    quotas: Quotas
-    origins: Origins
-    audit: BoundedAudit
+    quotas: rate_limits.Quotas
+    origins: addresses.Origins
+    audit: rate_limits.BoundedAudit
     delay_s: float
     """The time after which a refusal is sent."""
     _refused: OrderedDict[str, _RefusedCalls] = dataclasses.field(default_factory=OrderedDict, init=False)

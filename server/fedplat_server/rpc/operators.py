@@ -19,16 +19,14 @@ from fedplat import wire
 from fedplat.config.loaded_plugins import PluginVersion
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
 from fedplat_server import __version__
-from fedplat_server.auth import addresses
-from fedplat_server.auth.tls import Certificates
+from fedplat_server.auth import addresses, tls
 from fedplat_server.coordination.alert_monitor import AlertMonitor, DiskSpace
 from fedplat_server.coordination.runner import Runner
 from fedplat_server.database.store import Store
 from fedplat_server.errors import Code, ConfigError, LastAdminError, OperatorError, RefusedError
 from fedplat_server.instruments import FullWrites
 from fedplat_server.messages import convert, validation
-from fedplat_server.records import operators
-from fedplat_server.records.audit import AuditAction, AuditEntry, AuditFilter
+from fedplat_server.records import audit, operators
 from fedplat_server.records.events import Alert, Severity
 from fedplat_server.records.lease import Lease
 from fedplat_server.records.operators import OperatorRecord
@@ -59,7 +57,7 @@ class OperatorsService(admin_pb2_grpc.OperatorsServicer):
 
     facts: StatusFacts
     lease: Lease
-    certificates: Certificates | None
+    certificates: tls.Certificates | None
     store: Store
     runner: Runner
     alerts: AlertMonitor
@@ -115,7 +113,7 @@ class OperatorsService(admin_pb2_grpc.OperatorsServicer):
         now = time.time()
         record = OperatorRecord(name, role, now, now + request.expires_in_s if request.expires_in_s else None)
         token, token_hash = operators.new_operator_token()
-        entry = AuditEntry(current_operator(), AuditAction.OPERATOR_ADDED, name, {"role": role})
+        entry = audit.AuditEntry(current_operator(), audit.AuditAction.OPERATOR_ADDED, name, {"role": role})
         try:
             await self.store.operators.add_operator(record, token_hash, [entry])
         except OperatorError as exc:
@@ -137,7 +135,7 @@ class OperatorsService(admin_pb2_grpc.OperatorsServicer):
     ) -> admin_pb2.RemoveOperatorResponse:
         if not operators.is_name(request.name):
             raise RefusedError(Code.NO_SUCH_OPERATOR, repr(request.name[:80]))
-        entry = AuditEntry(current_operator(), AuditAction.OPERATOR_REMOVED, request.name)
+        entry = audit.AuditEntry(current_operator(), audit.AuditAction.OPERATOR_REMOVED, request.name)
         try:
             await self.store.operators.remove_operator(request.name, [entry], keep_an_admin=True)
         except LastAdminError as exc:
@@ -151,7 +149,7 @@ class OperatorsService(admin_pb2_grpc.OperatorsServicer):
         size, last = pages.size(request.page_size), pages.numbers(request.page_token, pages.SEQUENCE)
         if request.newest_first and request.after_sequence:
             raise RefusedError(Code.INVALID_REQUEST, "after_sequence and newest_first: expected only one of them")
-        which = AuditFilter(
+        which = audit.AuditFilter(
             actor=validation.search(request.actor, "actor"),
             action=validation.search(request.action, "action"),
             since_unix_s=validation.since(request.since_unix_s),

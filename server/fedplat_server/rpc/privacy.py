@@ -14,15 +14,12 @@ from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
 from fedplat_server.coordination import budgets
 from fedplat_server.coordination.budgets import Budgets
+from fedplat_server.database import ledger, sql_ledger
 from fedplat_server.database.jobs import JobRecord
-from fedplat_server.database.ledger import Account, Budget, Population
-from fedplat_server.database.sql_ledger import LedgerStore
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import convert, validation
 from fedplat_server.records.audit import AuditAction, AuditEntry
-from fedplat_server.rpc import pages
-from fedplat_server.rpc.handlers import Context
-from fedplat_server.rpc.job_registry import JobRegistry
+from fedplat_server.rpc import handlers, job_registry, pages
 from fedplat_server.rpc.operator_access import current_operator
 
 MAX_EPSILON = 1e6
@@ -32,14 +29,14 @@ _TOKEN = re.compile(rf"job:{pages.ID.pattern}|population:{pages.NAME.pattern}")
 class PrivacyService(admin_pb2_grpc.PrivacyServicer):
     """The handlers of the service."""
 
-    def __init__(self, jobs: JobRegistry, store: LedgerStore, budgets: Budgets) -> None:
+    def __init__(self, jobs: job_registry.JobRegistry, store: sql_ledger.LedgerStore, budgets: Budgets) -> None:
         self._jobs = jobs
         self._store = store
         self._budgets = budgets
 
     @override
     async def ShowPrivacy(
-        self, request: admin_pb2.ShowPrivacyRequest, context: Context
+        self, request: admin_pb2.ShowPrivacyRequest, context: handlers.Context
     ) -> admin_pb2.ShowPrivacyResponse:
         if request.job:
             record = self._jobs.find(request.job)
@@ -53,7 +50,7 @@ class PrivacyService(admin_pb2_grpc.PrivacyServicer):
 
     @override
     async def SetPrivacyBudget(
-        self, request: admin_pb2.SetPrivacyBudgetRequest, context: Context
+        self, request: admin_pb2.SetPrivacyBudgetRequest, context: handlers.Context
     ) -> admin_pb2.PopulationPrivacy:
         name = validation.name(request.population, "population")
         if not 0.0 < request.epsilon <= MAX_EPSILON:
@@ -64,12 +61,12 @@ class PrivacyService(admin_pb2_grpc.PrivacyServicer):
             raise RefusedError(Code.INVALID_REQUEST, text)
         terms = {"epsilon": request.epsilon, "delta": request.delta}
         entry = AuditEntry(current_operator(), AuditAction.BUDGET_SET, name, terms)
-        population = await self._budgets.set(name, Budget(**terms), [entry])
+        population = await self._budgets.set(name, ledger.Budget(**terms), [entry])
         return await self._budgets.accountant.run(_population, population)
 
     @override
     async def RemovePrivacyBudget(
-        self, request: admin_pb2.RemovePrivacyBudgetRequest, context: Context
+        self, request: admin_pb2.RemovePrivacyBudgetRequest, context: handlers.Context
     ) -> admin_pb2.RemovePrivacyBudgetResponse:
         name = validation.name(request.population, "population")
         await self._budgets.remove(name, [AuditEntry(current_operator(), AuditAction.BUDGET_REMOVED, name)])
@@ -77,7 +74,7 @@ class PrivacyService(admin_pb2_grpc.PrivacyServicer):
 
 
 def _page(
-    records: Sequence[JobRecord], populations: Sequence[Population], after: str, size: int
+    records: Sequence[JobRecord], populations: Sequence[ledger.Population], after: str, size: int
 ) -> admin_pb2.ShowPrivacyResponse:
     """Return a page of the jobs, then of the populations. Computes the costs of this page only: each is slow."""
     accounts = {account.job_id: account for population in populations for account in population.accounts}
@@ -98,7 +95,7 @@ def _page(
     )
 
 
-def _job(record: JobRecord, account: Account) -> admin_pb2.JobPrivacy:
+def _job(record: JobRecord, account: ledger.Account) -> admin_pb2.JobPrivacy:
     state = record.state
     message = admin_pb2.JobPrivacy(
         job_id=state.job_id,
@@ -112,7 +109,7 @@ def _job(record: JobRecord, account: Account) -> admin_pb2.JobPrivacy:
     return message
 
 
-def _terms(spec: JobSpec, planned: Charge, account: Account) -> admin_pb2.JobPrivacy:
+def _terms(spec: JobSpec, planned: Charge, account: ledger.Account) -> admin_pb2.JobPrivacy:
     options, mechanism, adaptive = spec.privacy, planned.mechanism, spec.updates.adaptive_clip
     assert options is not None
     return admin_pb2.JobPrivacy(
@@ -132,7 +129,7 @@ def _terms(spec: JobSpec, planned: Charge, account: Account) -> admin_pb2.JobPri
     )
 
 
-def _population(population: Population) -> admin_pb2.PopulationPrivacy:
+def _population(population: ledger.Population) -> admin_pb2.PopulationPrivacy:
     budget, num_private = population.budget, _num_private(population)
     return admin_pb2.PopulationPrivacy(
         population=population.name,
@@ -144,7 +141,7 @@ def _population(population: Population) -> admin_pb2.PopulationPrivacy:
     )
 
 
-def _num_private(population: Population) -> int:
+def _num_private(population: ledger.Population) -> int:
     return sum(account.is_private for account in population.accounts)
 
 

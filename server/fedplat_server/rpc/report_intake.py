@@ -15,14 +15,11 @@ from typing import NamedTuple
 from fedplat import durable
 from fedplat.errors import PluginError, UserCodeError
 from fedplat.job import build_rule
-from fedplat.rounds import Assignment, AssignmentId, Verdict
-from fedplat.rounds.events import AggregationFailed, AssignmentFailed, UpdateRejected, UpdateReported, UploadStarted
+from fedplat.rounds import Assignment, AssignmentId, Verdict, events, states
 from fedplat.rounds.protocols.base import protocol_of
-from fedplat.rounds.states import Reason
 from fedplat.wire.v1 import fleet_pb2
-from fedplat_server import errors, logs
+from fedplat_server import config, errors, logs
 from fedplat_server.auth.rate_limits import Quotas
-from fedplat_server.config import Limits
 from fedplat_server.coordination.runner import Runner
 from fedplat_server.messages import memory, streams, validation
 from fedplat_server.messages.memory import UploadMemory
@@ -44,7 +41,7 @@ class ReceivedUpdate(NamedTuple):
 class ReportIntake:
     """Receives the uploads and reports of clients for their open assignments."""
 
-    limits: Limits
+    limits: config.Limits
     runner: Runner
     finder: AssignmentFinder
     halves: ServerHalves
@@ -65,7 +62,7 @@ class ReportIntake:
             await self._reject(assignment, refusal)
             raise errors.RefusedError(errors.Code.STALE_ASSIGNMENT, refusal.text)
         await self._check_size(assignment, header.size_bytes)
-        started = await self.runner.submit(UploadStarted(*assignment.id))
+        started = await self.runner.submit(events.UploadStarted(*assignment.id))
         if not started.accepted:
             raise errors.RefusedError(errors.Code.STALE_ASSIGNMENT, started.text or started.reason or "")
         size_bytes = min(max(header.size_bytes - header.offset, 0), memory.UPLOAD_BYTES)
@@ -96,7 +93,7 @@ class ReportIntake:
                 "an attempt has no aggregation rule", **logs.assignment_fields(assignment.id), error=str(exc)
             )
             await self._abandon(assignment, str(exc))
-            return Verdict(Reason.ATTEMPT_ABANDONED)
+            return Verdict(states.Reason.ATTEMPT_ABANDONED)
         if verdict.accepted:
             verdict = half.judge_claims(rule, assignment, request)
         if not verdict.accepted:
@@ -108,7 +105,7 @@ class ReportIntake:
             if received is not None:
                 update_bytes, norm = received
         return await self.runner.submit(
-            UpdateReported(
+            events.UpdateReported(
                 *assignment.id, request.digest, request.num_examples, dict(request.metrics), update_bytes, norm
             )
         )
@@ -159,14 +156,14 @@ class ReportIntake:
         try:
             return await self._half_of(assignment).size_limit(job, assignment)
         except (PluginError, UserCodeError) as exc:  # of a plugin, which may fail at any call
-            verdict = await self._reject(assignment, Verdict(Reason.REJECTED_SCHEMA, str(exc)))
+            verdict = await self._reject(assignment, Verdict(states.Reason.REJECTED_SCHEMA, str(exc)))
             raise errors.RefusedError(errors.Code.STALE_ASSIGNMENT, verdict.text) from exc
 
     async def _check_size(self, assignment: Assignment, size_bytes: int) -> None:
         limit = await self._size_limit(assignment)
         if size_bytes > limit:
             text = f"the update has {size_bytes} bytes; at most {limit} are accepted for this model"
-            await self._reject(assignment, Verdict(Reason.REJECTED_SCHEMA, text))
+            await self._reject(assignment, Verdict(states.Reason.REJECTED_SCHEMA, text))
             raise errors.RefusedError(errors.Code.TOO_LARGE, text)
 
     async def _count_bytes(self, assignment: Assignment, num_bytes: int) -> None:
@@ -185,18 +182,18 @@ class ReportIntake:
         """
         attempt = self.finder.job_of(assignment).open_attempt
         if attempt is not None and attempt.key == assignment.key:
-            self.runner.post(AggregationFailed(assignment.key, text))
+            self.runner.post(events.AggregationFailed(assignment.key, text))
         else:
             await self._fail(assignment, text)
 
     async def _fail(self, assignment: Assignment, text: str) -> None:
-        await self.runner.submit(AssignmentFailed(*assignment.id, Reason.TRANSFER_FAILED, text))
+        await self.runner.submit(events.AssignmentFailed(*assignment.id, states.Reason.TRANSFER_FAILED, text))
 
     async def _reject(self, assignment: Assignment, refusal: Verdict) -> Verdict:
         """End the assignment; return the refusal, or the coordinator's verdict if the assignment has ended since."""
         assert refusal.reason is not None
         text = validation.text(refusal.text, self.limits.max_text)  # it may quote the client's input
-        verdict = await self.runner.submit(UpdateRejected(*assignment.id, refusal.reason, text))
+        verdict = await self.runner.submit(events.UpdateRejected(*assignment.id, refusal.reason, text))
         return Verdict(refusal.reason, text) if verdict.accepted else verdict
 
 
@@ -211,7 +208,7 @@ def receive_update(
     """
     if update:
         if hashlib.sha256(update).hexdigest() != digest:
-            return Verdict(Reason.REJECTED_DIGEST)
+            return Verdict(states.Reason.REJECTED_DIGEST)
         try:
             _write(spool, key, digest, update)
         except errors.UploadError as exc:  # a duplicate report, or a broken upload, is still writing

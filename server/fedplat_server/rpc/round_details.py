@@ -21,9 +21,8 @@ from fedplat_server.coordination.progress import ProgressTracker
 from fedplat_server.database import sql_assignments
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import convert, validation
-from fedplat_server.rpc import pages
+from fedplat_server.rpc import job_view, pages
 from fedplat_server.rpc.job_registry import JobRegistry
-from fedplat_server.rpc.job_view import JobView
 
 MAX_LABELS = 20
 MAX_VALUES = 20
@@ -147,7 +146,7 @@ class ProgressEvents:
     """The progress events of one watch of a job: at most one in `every_s` seconds; 0 disables them."""
 
     def __init__(
-        self, job_id: str, every_s: float, coordinator: Coordinator, progress: ProgressTracker, view: JobView
+        self, job_id: str, every_s: float, coordinator: Coordinator, progress: ProgressTracker, view: job_view.JobView
     ) -> None:
         self._coordinator = coordinator
         self._progress = progress

@@ -23,20 +23,17 @@ from typing_extensions import override
 
 from fedplat import wire
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc
-from fedplat_server import logs
+from fedplat_server import errors, logs
+from fedplat_server.auth import pki_folder, tls
 from fedplat_server.auth.addresses import Origins
-from fedplat_server.auth.pki_folder import PkiFolder
-from fedplat_server.auth.tls import CertificateIssuer, Certificates, PeerCertificates
 from fedplat_server.config import ServerConfig
 from fedplat_server.coordination.runner import Runner
 from fedplat_server.database.store import Store
-from fedplat_server.errors import ConfigError, StoreError
 from fedplat_server.instruments import Instruments
 from fedplat_server.messages.streams import UploadMessage
-from fedplat_server.rpc import operator_access
+from fedplat_server.rpc import interceptor, operator_access
 from fedplat_server.rpc.admission import FLEET, Admission, OpenAdmission, Reads
 from fedplat_server.rpc.handlers import Handler
-from fedplat_server.rpc.interceptor import ErrorInterceptor
 from fedplat_server.rpc.routing.router import Collector, LocalRoute, PortReservation, Router
 
 if TYPE_CHECKING:
@@ -113,19 +110,19 @@ def _file_methods(fleet: fleet_pb2_grpc.FleetServicer) -> grpc.GenericRpcHandler
     return grpc.method_handlers_generic_handler(FLEET, methods)
 
 
-def _mtls_credentials(config: ServerConfig, folder: PkiFolder) -> grpc.ServerCredentials:
+def _mtls_credentials(config: ServerConfig, folder: pki_folder.PkiFolder) -> grpc.ServerCredentials:
     """Return credentials that require a client certificate of the private authority. Raises `ConfigError`."""
     if config.tls is None:
-        raise ConfigError("--mtls-listen needs TLS; leave --insecure out")
+        raise errors.ConfigError("--mtls-listen needs TLS; leave --insecure out")
     try:
         folder.authority_in_use()
-    except ConfigError as exc:
-        raise ConfigError(
+    except errors.ConfigError as exc:
+        raise errors.ConfigError(
             f"--mtls-listen needs the private authority of {folder.folder}, which signs the clients' certificates "
             f"({exc}); fedplat-server init creates one"
         ) from exc
     files = dataclasses.replace(config.tls, ca=folder.ca)
-    return Certificates(files).credentials(mutual=True)
+    return tls.Certificates(files).credentials(mutual=True)
 
 
 def _connection_age_options(config: ServerConfig) -> tuple[tuple[str, int], ...]:
@@ -160,11 +157,11 @@ class Endpoint:
         self.health_port = 0
         self.router = Router(_SERVICES)
         self.reads = Reads(config.limits)
-        self.certificates = Certificates(config.tls) if config.tls is not None else None
+        self.certificates = tls.Certificates(config.tls) if config.tls is not None else None
         # Without --share-port, a second daemon on the port must fail, not share it.
         options = (*OPTIONS, *_connection_age_options(config), ("grpc.so_reuseport", int(config.share_port)))
         self._server = aio.server(
-            interceptors=(ErrorInterceptor(instruments, tracing),),
+            interceptors=(interceptor.ErrorInterceptor(instruments, tracing),),
             options=options,
             compression=grpc.Compression.NoCompression,
         )
@@ -183,13 +180,13 @@ class Endpoint:
             self.port = self._share(config)
         else:
             self.port = self._bind(config.listen, "--listen", self._credentials())
-        self.peers = PeerCertificates(utc_now)
-        self.issuer = CertificateIssuer(None)
+        self.peers = tls.PeerCertificates(utc_now)
+        self.issuer = tls.CertificateIssuer(None)
         self.mtls_port = 0
         if config.mtls_listen:
-            folder = PkiFolder.of(config.data_dir)
+            folder = pki_folder.PkiFolder.of(config.data_dir)
             self.mtls_port = self._bind(config.mtls_listen, "--mtls-listen", _mtls_credentials(config, folder))
-            self.issuer = CertificateIssuer(folder, now=utc_now)
+            self.issuer = tls.CertificateIssuer(folder, now=utc_now)
 
     def _bind(self, address: str, option: str, credentials: grpc.ServerCredentials | None) -> int:
         return _bind(self._server, address, option, credentials)
@@ -205,7 +202,7 @@ class Endpoint:
         health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, collector)
         server = aio.server(
             handlers=[_PublicServices(collector, Reads(config.limits), origins)],
-            interceptors=(ErrorInterceptor(self._instruments, None),),
+            interceptors=(interceptor.ErrorInterceptor(self._instruments, None),),
             options=(*OPTIONS, ("grpc.so_reuseport", 0)),
         )
         self.health_port = _bind(server, config.health_listen, "--health", None)
@@ -255,7 +252,7 @@ def _bind(server: aio.Server, address: str, option: str, credentials: grpc.Serve
             return server.add_insecure_port(address)
         return server.add_secure_port(address, credentials)
     except RuntimeError as exc:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"cannot listen on {address}: the port is taken or the address is not this machine's; "
             f"choose another with {option} HOST:PORT"
         ) from exc
@@ -320,6 +317,6 @@ class Health:
 
 def _check_ping(ping: asyncio.Task[None]) -> bool:
     error = ping.exception()
-    if error is not None and not isinstance(error, StoreError):
+    if error is not None and not isinstance(error, errors.StoreError):
         logs.get().error("pinging the database failed", exc_info=error)
     return error is None

@@ -12,13 +12,11 @@ from fedplat_server.auth.enrollment import new_id
 from fedplat_server.database.store import Store
 from fedplat_server.errors import Code, RefusedError, WebhookError
 from fedplat_server.messages import convert
-from fedplat_server.records import events
-from fedplat_server.records.audit import AuditAction, AuditEntry
+from fedplat_server.records import audit, events
 from fedplat_server.records.events import DeliveryRecord, DeliveryState, WebhookRecord
-from fedplat_server.rpc import pages
+from fedplat_server.rpc import operator_access, pages
 from fedplat_server.rpc.events import check_types, encode_event
 from fedplat_server.rpc.handlers import Context
-from fedplat_server.rpc.operator_access import current_operator
 from fedplat_server.webhooks.delivery import DeliveryTask
 
 _DELIVERY_TOKEN = re.compile(rf"([0-9]{{1,18}})\.({events.WEBHOOK_ID.pattern})")
@@ -41,7 +39,7 @@ class WebhooksService(events_pb2_grpc.WebhooksServicer):
         except ValueError as exc:
             raise RefusedError(Code.INVALID_REQUEST, str(exc)) from exc
         record = WebhookRecord(new_id("w"), request.url, types, events.new_secret(), created_unix_s=time.time())
-        entry = self._audit(AuditAction.WEBHOOK_ADDED, record)
+        entry = self._audit(audit.AuditAction.WEBHOOK_ADDED, record)
         try:
             await self._store.webhooks.add_webhook(record, [entry])
         except WebhookError as exc:
@@ -63,7 +61,7 @@ class WebhooksService(events_pb2_grpc.WebhooksServicer):
         self, request: events_pb2.RemoveWebhookRequest, context: Context
     ) -> events_pb2.RemoveWebhookResponse:
         record = await self._find(request.webhook_id)
-        entry = self._audit(AuditAction.WEBHOOK_REMOVED, record)
+        entry = self._audit(audit.AuditAction.WEBHOOK_REMOVED, record)
         try:
             await self._store.webhooks.remove_webhook(record.webhook_id, [entry])
         except WebhookError as exc:
@@ -74,7 +72,7 @@ class WebhooksService(events_pb2_grpc.WebhooksServicer):
     @override
     async def TestWebhook(self, request: events_pb2.TestWebhookRequest, context: Context) -> events_pb2.Delivery:
         record = await self._find(request.webhook_id)
-        await self._store.audit.append([self._audit(AuditAction.WEBHOOK_TESTED, record)])
+        await self._store.audit.append([self._audit(audit.AuditAction.WEBHOOK_TESTED, record)])
         return _delivery(await self._delivery.test(record))
 
     @override
@@ -105,10 +103,10 @@ class WebhooksService(events_pb2_grpc.WebhooksServicer):
             raise RefusedError(Code.NO_SUCH_WEBHOOK, repr(webhook_id[:80]))
         return record
 
-    def _audit(self, action: AuditAction, record: WebhookRecord) -> AuditEntry:
+    def _audit(self, action: audit.AuditAction, record: WebhookRecord) -> audit.AuditEntry:
         """Return an audit entry without the path of the URL, which may contain a secret."""
         origin = events.parse_url(record.url).origin
-        return AuditEntry(current_operator(), action, record.webhook_id, {"receiver": origin})
+        return audit.AuditEntry(operator_access.current_operator(), action, record.webhook_id, {"receiver": origin})
 
 
 def _webhook(record: WebhookRecord) -> events_pb2.Webhook:

@@ -8,8 +8,7 @@ import dataclasses
 
 from typing_extensions import override
 
-from fedplat.rounds.events import AssignmentFailed
-from fedplat.rounds.states import FAILURES, AssignmentState, Reason
+from fedplat.rounds import events, states
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc
 from fedplat_server.config import Limits
 from fedplat_server.coordination.long_polls import RETRY_SOON, LongPolls
@@ -38,14 +37,14 @@ class WorkingClientsService(fleet_pb2_grpc.FleetServicer):
     async def Fail(self, request: fleet_pb2.FailRequest, context: Context) -> fleet_pb2.FailResponse:
         client = await self.access.begin_call(context)
         reason = convert.reason_from_wire(request.reason)
-        if reason is None or reason not in FAILURES:
+        if reason is None or reason not in states.FAILURES:
             raise RefusedError(
-                Code.INVALID_REQUEST, f"expected one of {', '.join(sorted(FAILURES))} as the reason of a failure"
+                Code.INVALID_REQUEST, f"expected one of {', '.join(sorted(states.FAILURES))} as the reason of a failure"
             )
         assignment = await self.finder.find(client, request.token)
         if assignment is not None and assignment.is_busy:
             text = validation.text(request.text, self.limits.max_text)
-            await self.runner.submit(AssignmentFailed(*assignment.id, reason, text, client.session_number))
+            await self.runner.submit(events.AssignmentFailed(*assignment.id, reason, text, client.session_number))
         return fleet_pb2.FailResponse()
 
     @override
@@ -54,7 +53,7 @@ class WorkingClientsService(fleet_pb2_grpc.FleetServicer):
         progress = validation.progress(request.progress)
         assignment = await self.finder.find(client, request.token)
         if assignment is None:
-            return fleet_pb2.HeartbeatResponse(stop=convert.refusal(Reason.STALE, RETRY_SOON))
+            return fleet_pb2.HeartbeatResponse(stop=convert.refusal(states.Reason.STALE, RETRY_SOON))
         if assignment.is_busy:
             self.progress.record(assignment, progress)
             if progress > 0.0:  # it works: it has the model, perhaps from its cache
@@ -66,12 +65,12 @@ class WorkingClientsService(fleet_pb2_grpc.FleetServicer):
             assignment = await self.finder.find(client, request.token)
         if assignment is not None and assignment.is_busy:
             remaining_s = max(assignment.deadline_at - self.runner.now, 0.0)
-            uploading = assignment.state is AssignmentState.UPLOADING
+            uploading = assignment.state is states.AssignmentState.UPLOADING
             proceed = fleet_pb2.Continue(remaining_s=remaining_s, uploading=uploading)
             return fleet_pb2.HeartbeatResponse(proceed=proceed)
         if assignment is not None:
             job_id, now = assignment.key.job_id, self.runner.now
             heartbeat_s = self.finder.job_of(assignment).spec.deadlines.heartbeat_s
             self.progress.record_overdue(client.client_id, job_id, now + MISSED_HEARTBEATS * heartbeat_s)
-        reason = (assignment.reason if assignment is not None else None) or Reason.STALE
+        reason = (assignment.reason if assignment is not None else None) or states.Reason.STALE
         return fleet_pb2.HeartbeatResponse(stop=convert.refusal(reason, RETRY_SOON))

@@ -25,8 +25,7 @@ from typing_extensions import override
 
 from fedplat import durable
 from fedplat.privacy import noise
-from fedplat_server import crash_points
-from fedplat_server.errors import BlobError
+from fedplat_server import crash_points, errors
 from fedplat_server.instruments import Instruments
 from fedplat_server.storage import files, ownership
 from fedplat_server.storage.ownership import Contents, Owner
@@ -196,7 +195,7 @@ def path_of(folder: Path, digest: str) -> Path:
     The check makes paths outside the folder impossible.
     """
     if not files.is_digest(digest):
-        raise BlobError(f"{digest[:100]!r} is not a digest: expected 64 lowercase hexadecimal digits")
+        raise errors.BlobError(f"{digest[:100]!r} is not a digest: expected 64 lowercase hexadecimal digits")
     return folder / digest[:2] / digest[2:4] / digest
 
 

@@ -28,9 +28,7 @@ from fedplat.privacy import noise
 from fedplat_server import crash_points, logs
 from fedplat_server.errors import BlobError, BlobUnavailableError
 from fedplat_server.instruments import Instruments
-from fedplat_server.storage import blob_folder, files, ownership
-from fedplat_server.storage.blobs import create_hashed
-from fedplat_server.storage.object_store import ObjectStore, Stored
+from fedplat_server.storage import blob_folder, blobs, files, object_store, ownership
 from fedplat_server.storage.ownership import Contents, Owner
 
 MIN_AGE_S = 3600.0
@@ -44,7 +42,7 @@ class BlobObjects(blob_folder.BlobBackend):
 
     needs_sync = False
 
-    def __init__(self, objects: ObjectStore, cache: BlobCache, instruments: Instruments) -> None:
+    def __init__(self, objects: object_store.ObjectStore, cache: BlobCache, instruments: Instruments) -> None:
         self.objects = objects
         self._cache = cache
         durations, store = instruments.blob_duration, objects.scheme
@@ -194,7 +192,7 @@ def _aside_name(digest: str) -> str:
     return f"{ASIDE}/{digest}"
 
 
-def list_objects(objects: ObjectStore) -> Iterator[tuple[str, Stored]]:
+def list_objects(objects: object_store.ObjectStore) -> Iterator[tuple[str, object_store.Stored]]:
     """Yield the blobs in a store, by digest; objects that are not blobs are left alone."""
     for stored in objects.list(FOLDER):
         digest = stored.name.rpartition("/")[2]
@@ -312,7 +310,7 @@ class BlobCache:
 
     def _fetch(self, digest: str, path: Path, read: Read) -> None:
         with files.translate_os_errors(f"copying the blob {digest}"), blob_folder.temporary(self.folder) as draft:
-            with create_hashed(draft) as writer:
+            with blobs.create_hashed(draft) as writer:
                 for part in read(digest, self._limit_bytes):
                     writer.write(part)
             if writer.blob.digest != digest:

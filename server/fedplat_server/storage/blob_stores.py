@@ -8,9 +8,7 @@ from pathlib import Path
 from fedplat_server.config import DEFAULT_CACHE_BYTES, ServerConfig
 from fedplat_server.errors import BlobError, ConfigError
 from fedplat_server.instruments import Instruments
-from fedplat_server.storage import object_store
-from fedplat_server.storage.blob_folder import BlobFolder, Orphans, StoredDigests, path_of
-from fedplat_server.storage.blob_objects import BlobCache, BlobObjects
+from fedplat_server.storage import blob_folder, blob_objects, object_store
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.object_store import ObjectStore
 
@@ -54,9 +52,9 @@ class BlobPlace:
         if not self.is_remote:
             self.check()
             made = instruments or Instruments()
-            return BlobStore(self.folder, made, BlobFolder(self.folder, made, is_claimed=bool(self.url)))
-        cache = BlobCache(self.data_dir / "blob-cache", self.cache_bytes)
-        backend = BlobObjects(self.open_objects(), cache, instruments or Instruments())
+            return BlobStore(self.folder, made, blob_folder.BlobFolder(self.folder, made, is_claimed=bool(self.url)))
+        cache = blob_objects.BlobCache(self.data_dir / "blob-cache", self.cache_bytes)
+        backend = blob_objects.BlobObjects(self.open_objects(), cache, instruments or Instruments())
         return BlobStore(cache.folder, instruments, backend)
 
 
@@ -64,12 +62,12 @@ class BlobPlace:
 class Reconciled:
     """What the start found: blobs that were removed or set aside, that came back, or are missing."""
 
-    orphans: Orphans
+    orphans: blob_folder.Orphans
     copied: int
     missing: frozenset[str]
 
 
-def reconcile(blobs: BlobStore, place: BlobPlace, stored: StoredDigests) -> Reconciled:
+def reconcile(blobs: BlobStore, place: BlobPlace, stored: blob_folder.StoredDigests) -> Reconciled:
     """Remove what the database has given up, set aside what it does not know, and bring back what it needs.
 
     Missing blobs may have been set aside, or be in the data folder only, where they were before `--blobs`.
@@ -78,10 +76,10 @@ def reconcile(blobs: BlobStore, place: BlobPlace, stored: StoredDigests) -> Reco
     missing = stored.referenced - blobs.all_digests()
     found = {digest for digest in missing if blobs.take_back(digest)}
     former = place.data_dir / "blobs"
-    outside = {digest for digest in missing - found if place.url and path_of(former, digest).is_file()}
+    outside = {digest for digest in missing - found if place.url and blob_folder.path_of(former, digest).is_file()}
     for digest in sorted(outside):
-        copied = blobs.put_file(path_of(former, digest))
+        copied = blobs.put_file(blob_folder.path_of(former, digest))
         blobs.settle([copied.digest])
         if copied.digest != digest:
-            raise BlobError(f"the blob {path_of(former, digest)} is damaged: its digest is {copied.digest}")
+            raise BlobError(f"the blob {blob_folder.path_of(former, digest)} is damaged: its digest is {copied.digest}")
     return Reconciled(orphans, len(found | outside), missing - found - outside)

@@ -23,8 +23,7 @@ from typing import Self
 from fedplat import durable
 from fedplat_server import crash_points
 from fedplat_server.instruments import Instruments
-from fedplat_server.storage import blob_folder, files
-from fedplat_server.storage.ownership import Owner
+from fedplat_server.storage import blob_folder, files, ownership
 
 _NUM_FETCHES = 4
 """The number of blobs that are fetched at the same time."""
@@ -53,7 +52,7 @@ class BlobStore:
         with files.translate_os_errors(f"making the folder {folder}"):
             durable.make_folder(folder)
 
-    def claim(self, database: Owner, mentioned: frozenset[str] = frozenset()) -> None:
+    def claim(self, database: ownership.Owner, mentioned: frozenset[str] = frozenset()) -> None:
         """Make a database, which mentions these digests, the owner of the blobs, before any is written or removed.
 
         Raises `ConfigError` if they belong to another database, or have no owner and most are unknown to this one.

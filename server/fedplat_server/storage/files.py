@@ -16,8 +16,7 @@ import time
 from collections.abc import Callable, Collection, Generator
 from pathlib import Path
 
-from fedplat_server import logs
-from fedplat_server.errors import BlobError, BlobFullError
+from fedplat_server import errors, logs
 from fedplat_server.instruments import Place, note_full
 
 READ_BYTES = 1 << 20
@@ -40,9 +39,9 @@ def translate_os_errors(doing: str, place: Place = "models") -> Generator[None]:
         yield
     except OSError as exc:
         if exc.errno not in _FULL:
-            raise BlobError(f"{doing} failed: {exc}") from exc
+            raise errors.BlobError(f"{doing} failed: {exc}") from exc
         note_full(place)
-        raise BlobFullError(f"{doing} failed: {exc}") from exc
+        raise errors.BlobFullError(f"{doing} failed: {exc}") from exc
 
 
 def list_files(folder: Path) -> list[Path]:

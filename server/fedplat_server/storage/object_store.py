@@ -20,11 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import urlsplit
 
-from fedplat import durable
-from fedplat.extras import install_command
-from fedplat_server import logs
+from fedplat import durable, extras
+from fedplat_server import instruments, logs
 from fedplat_server.errors import BlobError, BlobFullError, BlobMissingError, BlobUnavailableError, ConfigError
-from fedplat_server.instruments import note_full
 from fedplat_server.storage import files
 
 if TYPE_CHECKING:
@@ -99,7 +97,7 @@ class ObjectStore:
         except ModuleNotFoundError as exc:
             raise ConfigError(
                 f"{self.url} needs the Python package {exc.name}; install it with "
-                f"{install_command('s3', 'fedplat-server')}"
+                f"{extras.install_command('s3', 'fedplat-server')}"
             ) from exc
         self._errors = (BaseError, ValueError, OSError)
         endpoint = next((environment[name] for name in _ENDPOINTS if environment.get(name)), "")
@@ -268,7 +266,7 @@ class ObjectStore:
         status, code = _find(_STATUS, text), _find(_CODE, text)
         answer = f"the store answered {' '.join(part for part in (status, code) if part)}"
         if code in _FULL_CODES or status == _FULL_STATUS:
-            note_full("models")
+            instruments.note_full("models")
             return BlobFullError(f"{what}: the store has no room ({answer})")
         if code == "NoSuchBucket":
             return BlobError(f"{what}: there is no such bucket ({answer}); create it, or correct the URL")

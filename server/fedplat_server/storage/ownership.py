@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedplat import durable
-from fedplat_server import crash_points
-from fedplat_server.errors import BlobError, ConfigError
-from fedplat_server.storage import files
-from fedplat_server.storage.object_store import ObjectStore
+from fedplat_server import crash_points, errors
+from fedplat_server.storage import files, object_store
 
 NAME = "fedplat.json"
 LIMIT_BYTES = 4096
@@ -80,7 +78,7 @@ def claim_folder(folder: Path, database: Owner, place: files.Place, look: Look =
     check_folder(folder, database)
 
 
-def claim_store(store: ObjectStore, database: Owner, look: Look = look_into_empty) -> None:
+def claim_store(store: object_store.ObjectStore, database: Owner, look: Look = look_into_empty) -> None:
     """Make a database the owner of an object store's prefix. Raises `ConfigError` if it belongs to another one."""
     if store.head(NAME) is None:
         _check_contents(store.url, database, look())
@@ -103,7 +101,7 @@ def check_new_database(data_dir: Path, url: str) -> None:
     if not find_data(data_dir) and (owner is None or owner.url == url):
         return
     found = f"belongs to the database {owner}" if owner is not None else "has models or updates of a database"
-    raise ConfigError(
+    raise errors.ConfigError(
         f"the data folder {data_dir} {found}, and {url} is new: name the database with --database (or "
         "FEDPLAT_DATABASE) as before, restore that file from a backup, or choose another folder with --data-dir"
     )
@@ -116,7 +114,7 @@ def find_owner(folder: Path) -> Owner | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as exc:
-        raise ConfigError(f"{folder / NAME} cannot be read ({exc.strerror}): make it readable") from exc
+        raise errors.ConfigError(f"{folder / NAME} cannot be read ({exc.strerror}): make it readable") from exc
     return _parse(str(folder), content)
 
 
@@ -130,12 +128,12 @@ def _parse(where: str, content: bytes) -> Owner:
         stored = json.loads(content)
         return Owner(str(stored["database"])[:80], str(stored.get("url", ""))[:500])
     except (ValueError, TypeError, KeyError, AttributeError) as exc:
-        raise BlobError(f"{where}/{NAME} is damaged: expected JSON with the id of a database") from exc
+        raise errors.BlobError(f"{where}/{NAME} is damaged: expected JSON with the id of a database") from exc
 
 
 def _check_owner(where: str, owner: Owner, database: Owner) -> None:
     if owner.id != database.id:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{where} belongs to another database ({owner}) than this one ({database}), and nothing was removed: name "
             "its database with --database (or FEDPLAT_DATABASE), or choose another folder or prefix. If that database "
             f"no longer exists, write {json.dumps({'database': database.id})} into {where}/{NAME}; this database then "
@@ -145,7 +143,7 @@ def _check_owner(where: str, owner: Owner, database: Owner) -> None:
 
 def _check_contents(where: str, database: Owner, contents: Contents) -> None:
     if contents.num_unknown > contents.num_known:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{where} has {contents.num_unknown} models or updates that the database ({database}) does not know, and "
             "nothing was removed: name the database to which they belong with --database (or FEDPLAT_DATABASE), or "
             f"choose another folder or prefix. If this database is the right one, write "

@@ -15,11 +15,9 @@ from collections.abc import AsyncGenerator, Callable, Hashable
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from fedplat import wire
-from fedplat.rounds import ModelVersion
+from fedplat import rounds, wire
 from fedplat.wire import pieces
-from fedplat_server import logs
-from fedplat_server.errors import BlobError
+from fedplat_server import errors, logs
 from fedplat_server.storage import files
 from fedplat_server.storage.blobs import BlobStore
 
@@ -84,7 +82,7 @@ def _read(path: Path, start: int, end: int) -> bytes:
         finally:
             os.close(descriptor)
     if len(data) != end - start:
-        raise BlobError(f"the model {path.name} has become shorter")
+        raise errors.BlobError(f"the model {path.name} has become shorter")
     return pieces.frame_field(pieces.CHUNK, data)
 
 
@@ -95,18 +93,18 @@ class InlineModels:
         self._blobs = blobs
         self._reads: CoalescingCache[str] = CoalescingCache(NUM_INLINE_MODELS)
 
-    async def content(self, model: ModelVersion) -> bytes:
+    async def content(self, model: rounds.ModelVersion) -> bytes:
         """Return the file of a model; empty if it is too large to be sent inline, or cannot be read."""
         if model.size_bytes > wire.INLINE_MODEL_BYTES:
             return b""
         try:
             return await self._reads.get(model.digest, functools.partial(self._read, model.digest))
-        except (OSError, BlobError):  # the client downloads the model instead, and receives the error there
+        except (OSError, errors.BlobError):  # the client downloads the model instead, and receives the error there
             return b""
 
     def _read(self, digest: str) -> bytes:
         try:
             return self._blobs.fetch(digest).read_bytes()
-        except (OSError, BlobError) as exc:
+        except (OSError, errors.BlobError) as exc:
             logs.get().error("a model could not be read", digest=digest, error=str(exc))
             raise

@@ -33,10 +33,9 @@ from fedplat import durable
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat_server import crash_points, logs
 from fedplat_server.errors import BlobError, BlobFullError, BlobUnavailableError, SpoolError
-from fedplat_server.storage import files, ownership
+from fedplat_server.storage import files, ownership, spool_file
 from fedplat_server.storage.object_store import PART_BYTES, ObjectStore, RequestLimits, StoreHealth
 from fedplat_server.storage.ownership import Contents, Owner
-from fedplat_server.storage.spool_file import name_attempt, name_update
 
 THREADS = 32
 """Reports that wait for the store at the same time. They have their own threads: a slow store must not stop others."""
@@ -176,7 +175,7 @@ class ObjectName(NamedTuple):
     @classmethod
     def of(cls, term: int, key: AssignmentId, digest: str) -> ObjectName:
         """Return the name of an update that the leader of this term has received."""
-        return cls(term, name_attempt(key.attempt), name_update(key), digest)
+        return cls(term, spool_file.name_attempt(key.attempt), spool_file.name_update(key), digest)
 
     @override
     def __str__(self) -> str:
@@ -242,7 +241,7 @@ class ObjectBackend(SpoolBackend):
     @override
     def keep(self, needed: Sequence[AssignmentId], known: Collection[str]) -> Sequence[tuple[AssignmentId, str]]:
         """Find the copies of needed updates, and remove or set aside the others that this leader may remove."""
-        keys = {(name_attempt(key.attempt), name_update(key)): key for key in needed}
+        keys = {(spool_file.name_attempt(key.attempt), spool_file.name_update(key)): key for key in needed}
         needless: list[ObjectName] = []
         num_aside = 0
         with self._health.watch():

@@ -10,10 +10,8 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from fedplat import durable
-from fedplat.rounds import AssignmentId, AttemptKey
-from fedplat_server import crash_points
-from fedplat_server.errors import UploadError
+from fedplat import durable, rounds
+from fedplat_server import crash_points, errors
 from fedplat_server.storage import files
 
 CAN_KEEP_IN_MEMORY = hasattr(os, "memfd_create")
@@ -126,11 +124,11 @@ class OpenUpload:
         """
         with self._file.lock:
             if self._writers.get(self._file) is not self:
-                raise UploadError("the upload has ended, or another call continues it")
+                raise errors.UploadError("the upload has ended, or another call continues it")
             if self._file.sealed:
-                raise UploadError("the update was reported already")
+                raise errors.UploadError("the update was reported already")
             if self._received + memoryview(data).nbytes > self._size_bytes:
-                raise UploadError(f"there are more bytes than the declared {self._size_bytes}")
+                raise errors.UploadError(f"there are more bytes than the declared {self._size_bytes}")
             with files.translate_os_errors("writing an upload", "updates"), crash_points.step("upload.append"):
                 self._file.append(self._descriptor, data)
             self._received = self._file.received
@@ -146,11 +144,11 @@ class OpenUpload:
             if file.is_complete():
                 return file.path
             if self._received < self._size_bytes:
-                raise UploadError(f"{self._received} of {self._size_bytes} bytes were received")
+                raise errors.UploadError(f"{self._received} of {self._size_bytes} bytes were received")
             if not file.gone:
                 with files.translate_os_errors("restarting an upload", "updates"):
                     file.restart()
-            raise UploadError(f"the bytes received are not those of {file.digest}; resume at 0")
+            raise errors.UploadError(f"the bytes received are not those of {file.digest}; resume at 0")
 
     def close(self) -> None:
         """Stop writing; the received bytes are kept. May be repeated."""
@@ -164,17 +162,17 @@ class OpenUpload:
             os.close(self._descriptor)
 
 
-def spool_path_of(folder: Path, key: AssignmentId, digest: str) -> Path:
+def spool_path_of(folder: Path, key: rounds.AssignmentId, digest: str) -> Path:
     """Return the path of an update in a spool's folder."""
     return folder / name_attempt(key.attempt) / f"{name_update(key)}-{digest}"
 
 
-def name_attempt(attempt: AttemptKey) -> str:
+def name_attempt(attempt: rounds.AttemptKey) -> str:
     """Return the name of an attempt's folder."""
     return _hash(attempt)
 
 
-def name_update(key: AssignmentId) -> str:
+def name_update(key: rounds.AssignmentId) -> str:
     """Return the beginning of the name of an update's file, which its digest follows."""
     return _hash((*key.attempt, key.client_id))
 

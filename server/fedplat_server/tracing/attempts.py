@@ -14,11 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedplat import durable
-from fedplat.rounds import Change
-from fedplat_server import logs
+from fedplat import durable, rounds
+from fedplat_server import errors, logs
 from fedplat_server.database.sql_traces import TraceStore
-from fedplat_server.errors import LeadershipLostError, StoreError
 from fedplat_server.tracing import ids
 
 if TYPE_CHECKING:
@@ -78,7 +76,7 @@ class AttemptTraces:
         self._ended.set()
         self._task = asyncio.create_task(self._run(), name="traces")
 
-    def on_stored(self, changes: Sequence[Change]) -> None:
+    def on_stored(self, changes: Sequence[rounds.Change]) -> None:
         """Send the traces of the attempts that have ended."""
         if any(change.attempt is not None and not change.attempt.is_open for change in changes):
             self._ended.set()
@@ -117,9 +115,9 @@ class AttemptTraces:
                     return False
                 self._sent = attempts[-1].sequence
                 await self._save_mark()
-        except LeadershipLostError:
+        except errors.LeadershipLostError:
             return True  # the next leader sends them
-        except StoreError:  # the runner logs that the database does not answer
+        except errors.StoreError:  # the runner logs that the database does not answer
             return False
         except Exception:  # a task boundary: rounds do not depend on traces
             logs.get().exception("the traces of attempts could not be made")

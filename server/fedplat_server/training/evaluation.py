@@ -29,9 +29,8 @@ from fedplat.config import user_code
 from fedplat.job import JobSpec
 from fedplat.model import Parameters
 from fedplat.rounds import AttemptKey, Change, JobState, ModelVersion
-from fedplat_server import logs, retries
+from fedplat_server import errors, logs, retries
 from fedplat_server.child_environment import child_environment
-from fedplat_server.errors import BlobError, StoreError, StoreUnavailableError
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.workers.task_inputs import EvaluateReply
 
@@ -241,9 +240,9 @@ class EvaluationScheduler:
                 log.error("the evaluator failed; the version has no score", **metrics._asdict())
                 return
             await self._store(pending, metrics)
-        except BlobError as exc:
+        except errors.BlobError as exc:
             log.error("a version could not be read; it has no score", error=str(exc))
-        except StoreError as exc:
+        except errors.StoreError as exc:
             log.error("the score of a version could not be stored", error=str(exc))
         except BrokenProcessPool:
             log.error("the evaluation process died; the version has no score")
@@ -266,4 +265,4 @@ class EvaluationScheduler:
     async def _store(self, pending: _PendingScore, metrics: Mapping[str, float]) -> None:
         note = partial(self._note, pending.job_id, pending.version.version, metrics)
         # Scores are expensive. The runner logs that the database does not answer.
-        await retries.retry(note, StoreUnavailableError, itertools.repeat(retries.BACKGROUND_RETRY_S))
+        await retries.retry(note, errors.StoreUnavailableError, itertools.repeat(retries.BACKGROUND_RETRY_S))

@@ -20,8 +20,7 @@ import msgspec
 from msgspec import structs
 
 from fedplat import texts
-from fedplat.config.decoding import prepare_type
-from fedplat.config.loaded_plugins import PluginReference, PluginVersion, select_references
+from fedplat.config import decoding, loaded_plugins
 from fedplat.config.plugins import name_of
 from fedplat.errors import FedplatError
 from fedplat.job import JobSpec, PoolOptions
@@ -31,8 +30,7 @@ from fedplat.rounds.events import AggregationFailed, AttemptAggregated
 from fedplat_server import errors, logs
 from fedplat_server.storage import files
 from fedplat_server.storage.blobs import Blob, BlobStore
-from fedplat_server.workers import task_inputs
-from fedplat_server.workers.client import LocalRank, RunningTask, WorkerPool
+from fedplat_server.workers import client, task_inputs
 
 TRIES = 3
 """How often a task whose ranks die is started before its attempt fails."""
@@ -72,7 +70,7 @@ class ServerTraining:
         data_dir: Path,
         blobs: BlobStore,
         post: Post,
-        plugins: tuple[PluginReference, ...] = (),
+        plugins: tuple[loaded_plugins.PluginReference, ...] = (),
     ) -> None:
         self._plugins = plugins
         self._trainers = {
@@ -81,9 +79,9 @@ class ServerTraining:
         self._data_dir = data_dir
         self._blobs = blobs
         self._post = post
-        self._pool = WorkerPool.at(data_dir)
-        self._own = LocalRank()
-        self._cpu = LocalRank("gloo")
+        self._pool = client.WorkerPool.at(data_dir)
+        self._own = client.LocalRank()
+        self._cpu = client.LocalRank("gloo")
         self._had_pool = False
         self._open: dict[AttemptKey, asyncio.Task[None]] = {}
         self._removing: set[asyncio.Task[None]] = set()
@@ -152,7 +150,7 @@ class ServerTraining:
             warm_start=table,
             checkpoints=str(folder),
             traces=str(self._data_dir / "traces" / job.job_id / "warm_start"),
-            plugins=select_references(self._plugins, job.plugins),
+            plugins=loaded_plugins.select_references(self._plugins, job.plugins),
         )
         progress: list[task_inputs.TrainProgress] = []
         try:
@@ -187,7 +185,7 @@ class ServerTraining:
             round_number=round_,
             traces=str(self._data_dir / "traces" / job.job_id / f"round_{round_}"),
             teachers=teachers,
-            plugins=select_references(self._plugins, job.plugins),
+            plugins=loaded_plugins.select_references(self._plugins, job.plugins),
         )
         try:
             async with self._blobs.local(job.latest.digest):
@@ -198,8 +196,8 @@ class ServerTraining:
 
     async def score(self, name: str, model: Path, spec: JobSpec) -> task_inputs.EvaluateReply:
         """Evaluate a version of a job on a trainer's held-out examples. Errors are in the reply."""
-        wanted = PluginVersion("rules", name_of(spec.aggregation))
-        plugins = select_references(self._plugins, [wanted])
+        wanted = loaded_plugins.PluginVersion("rules", name_of(spec.aggregation))
+        plugins = loaded_plugins.select_references(self._plugins, [wanted])
         trainer, rule = self._trainer(name), spec.aggregation
         request = task_inputs.EvaluateRequest(
             trainer=trainer, rule=rule, model=str(model), parallel=spec.parallel, plugins=plugins
@@ -249,7 +247,7 @@ class ServerTraining:
                 task = task._replace(on_cpu=True)
 
     @contextlib.asynccontextmanager
-    async def _start_task(self, task: _TaskRequest, *, is_retry: bool) -> AsyncGenerator[RunningTask]:
+    async def _start_task(self, task: _TaskRequest, *, is_retry: bool) -> AsyncGenerator[client.RunningTask]:
         """Start a task on the pool, if the job has one and it is available, or else on the daemon's own rank."""
         ranks = self._cpu if task.on_cpu else self._own
         if task.pool is not None and not task.on_cpu:
@@ -281,7 +279,7 @@ class _ProgressLog:
 
     def note(self, content: bytes) -> None:
         """Handle a progress message of the ranks."""
-        progress = msgspec.msgpack.decode(content, type=prepare_type(task_inputs.TrainProgress))
+        progress = msgspec.msgpack.decode(content, type=decoding.prepare_type(task_inputs.TrainProgress))
         self._on_progress(progress)
         if self._now() - self._logged_at >= LOG_EVERY_S:
             self._logged_at = self._now()

@@ -7,9 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from fedplat.job import find_mechanism, plan_charge
-from fedplat.job.privacy import find_mechanism_of
-from fedplat.job.secure import spent_releases
+from fedplat.job import find_mechanism, plan_charge, privacy, secure
 from fedplat.rounds import invariants
 from fedplat.rounds.invariants import Check, attempts, jobs
 from fedplat.rounds.invariants.records import JobUnit, Location, StoredJob, Violation
@@ -82,7 +80,7 @@ def releases_are_charged(job: StoredJob) -> Iterator[Violation]:
         if version is None:
             yield Violation(place, "it is in the ledger", "rows for the releases of private jobs only")
             continue
-        mechanism = find_mechanism_of(job.spec, survivors.get((version.round, version.attempt), 0))
+        mechanism = privacy.find_mechanism_of(job.spec, survivors.get((version.round, version.attempt), 0))
         if row.round != version.round:
             found = f"the ledger has it in round {row.round}"
             yield Violation(place, found, f"round {version.round}, that of the version")
@@ -101,7 +99,7 @@ def releases_are_within_the_plan(job: StoredJob) -> Iterator[Violation]:
         yield Violation(place, f"the ledger has {len(job.ledger)} releases", expected)
     if planned.mechanism.kind == "skellam":
         unmasked = [row.num_survivors for row in job.attempts if row.num_survivors]
-        if (spent := spent_releases(job.spec, unmasked)) > planned.releases * (1.0 + 1e-9):
+        if (spent := secure.spent_releases(job.spec, unmasked)) > planned.releases * (1.0 + 1e-9):
             found = f"its {len(unmasked)} unmasked attempts cost as much as {spent:g} releases of the fewest survivors"
             yield Violation(place, found, expected)
 

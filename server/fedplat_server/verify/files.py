@@ -16,14 +16,10 @@ from typing import Protocol
 from typing_extensions import override
 
 from fedplat.rounds import AssignmentId, AttemptKey
-from fedplat.rounds.invariants import attempts
-from fedplat.rounds.invariants.records import Location, StoredAttempt, StoredJob
+from fedplat.rounds.invariants import attempts, records
 from fedplat.rounds.states import AssignmentState
 from fedplat_server.errors import BlobError
-from fedplat_server.storage import blob_objects, files, ownership, spool_file
-from fedplat_server.storage.blob_stores import BlobPlace
-from fedplat_server.storage.object_store import ObjectStore
-from fedplat_server.storage.spool_backend import ObjectName, list_names
+from fedplat_server.storage import blob_objects, blob_stores, files, object_store, ownership, spool_backend, spool_file
 from fedplat_server.storage.spool_file import name_attempt, name_update, spool_path_of
 from fedplat_server.verify.checks import Finding, Unit
 
@@ -40,7 +36,7 @@ Progress = Callable[[int, int], None]
 class ReferencedFiles:
     """A blob with a reference in the database; `size_bytes` is None if its size is unknown."""
 
-    place: Location
+    place: records.Location
     what: str
     size_bytes: int | None
 
@@ -83,7 +79,7 @@ class FolderBlobs(StoredBlobs):
 class ObjectBlobs(StoredBlobs):
     """The blobs in an object store: they are read from there, not from the local copies."""
 
-    def __init__(self, objects: ObjectStore) -> None:
+    def __init__(self, objects: object_store.ObjectStore) -> None:
         self._objects = objects
 
     @override
@@ -109,7 +105,7 @@ class ObjectBlobs(StoredBlobs):
         return f"has the digest {found.hexdigest()}", f"{digest}, the digest of its name"
 
 
-def stored_blobs(place: BlobPlace) -> StoredBlobs:
+def stored_blobs(place: blob_stores.BlobPlace) -> StoredBlobs:
     """Return the blobs at a place. Raises `ConfigError`."""
     return ObjectBlobs(place.open_objects()) if place.is_remote else FolderBlobs(place.folder)
 
@@ -154,7 +150,7 @@ def blobs(
 def check_spool(folder: Path, needed: Mapping[AssignmentId, str]) -> Iterator[tuple[AssignmentId, Finding]]:
     """Check I3: every acknowledged update that is not merged yet is in the spool, with the reported digest."""
     for key, digest in needed.items():
-        place = Location(*key.attempt, key.client_id)
+        place = records.Location(*key.attempt, key.client_id)
         problem = _check_file(
             spool_file.spool_path_of(folder, key, digest), digest, ReferencedFiles(place, "its update", None)
         )
@@ -198,9 +194,9 @@ class ExpectedUpdates:
 
     def add(self, unit: Unit) -> None:
         """Add the files of an attempt. Other units have no files."""
-        if isinstance(unit, StoredJob):
+        if isinstance(unit, records.StoredJob):
             self._kept = unit.spec is not None and unit.spec.durability == "spool"
-        if isinstance(unit, StoredAttempt) and self._kept and unit.protocol.folds:
+        if isinstance(unit, records.StoredAttempt) and self._kept and unit.protocol.folds:
             for row in unit.made if unit.row.is_open else attempts.still_open(unit):
                 key = AssignmentId(AttemptKey(unit.row.job_id, unit.row.round, unit.row.number), row.client_id)
                 self.expected.add(key)
@@ -226,7 +222,7 @@ class SpoolPlace(Protocol):
 def open_place(data_dir: Path, spool: str) -> SpoolPlace:
     """Return the place of the option `--spool`: a folder, the default one (""), or the URL of an object store."""
     if "://" in spool:
-        return SpoolObjects(ObjectStore(spool))
+        return SpoolObjects(object_store.ObjectStore(spool))
     return SpoolFolder((Path(spool) if spool else data_dir) / "uploads")
 
 
@@ -265,37 +261,37 @@ class SpoolFolder(SpoolPlace):
 class SpoolObjects(SpoolPlace):
     """The copies of updates in an object store."""
 
-    def __init__(self, store: ObjectStore) -> None:
+    def __init__(self, store: object_store.ObjectStore) -> None:
         self._store = store
-        self._listed: frozenset[ObjectName] = frozenset()
+        self._listed: frozenset[spool_backend.ObjectName] = frozenset()
 
     @override
     def list_updates(self) -> None:
-        self._listed = frozenset(list_names(self._store))
+        self._listed = frozenset(spool_backend.list_names(self._store))
 
     @override
     def check(self, needed: Mapping[AssignmentId, str]) -> Iterator[tuple[AssignmentId, Finding]]:
         # Listed again: the rows may need what was stored after the first time. The same bytes may be there twice.
-        names = {(name.attempt, name.update, name.digest): name for name in list_names(self._store)}
+        names = {(name.attempt, name.update, name.digest): name for name in spool_backend.list_names(self._store)}
         for key, digest in needed.items():
             name = names.get((name_attempt(key.attempt), name_update(key), digest))
             problem = "is not there" if name is None else self._check_copy(name)
             if problem:
                 expected = f"a copy with the digest {digest} in {self._store.url}"
-                place = Location(*key.attempt, key.client_id)
+                place = records.Location(*key.attempt, key.client_id)
                 yield key, Finding("I3", "spooled", place, f"its update {problem}", expected, LOST_UPDATE)
 
     @override
     def notes(self, expected: ExpectedUpdates) -> Iterator[str]:
         known = {(name_attempt(key.attempt), name_update(key)) for key in expected.expected}
         left = [name for name in self._listed if (name.attempt, name.update) not in known]
-        if left and (num_left := len(self._listed.intersection(left, list_names(self._store)))):
+        if left and (num_left := len(self._listed.intersection(left, spool_backend.list_names(self._store)))):
             yield (
                 f"{num_left} copies of updates in {self._store.url} belong to no open assignment; "
                 "they are removed with the attempt, or by the next start of the daemon"
             )
 
-    def _check_copy(self, name: ObjectName) -> str:
+    def _check_copy(self, name: spool_backend.ObjectName) -> str:
         """Return what is wrong with a copy, or ""."""
         found = hashlib.sha256()
         try:

@@ -16,16 +16,14 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from fedplat.job import JobSpec, is_unreadable
 from fedplat.rounds.invariants import records
 from fedplat.rounds.states import HAVE_UPDATES
-from fedplat_server.database import rows, schema, tables
+from fedplat_server.database import job_files, rows, schema, tables, writes
 from fedplat_server.database.engine import async_url, create_engine, translate_errors
-from fedplat_server.database.job_files import JobFileReader
-from fedplat_server.database.writes import ParticipationLimits
 from fedplat_server.errors import StoreError
 from fedplat_server.records.audit import AuditHead, AuditRow, head_after
 from fedplat_server.verify.checks import AuditEnd, AuditPart, Unit
 
 _Record = TypeVar("_Record")
-_files = JobFileReader()  # imports no plugins: their options are not checked
+_files = job_files.JobFileReader()  # imports no plugins: their options are not checked
 _Number = tuple[int, int]
 CLIENTS = 1000
 """Number of clients whose rounds are read at a time."""
@@ -162,7 +160,7 @@ async def _participations(
     connection: AsyncConnection, job: records.StoredJob
 ) -> AsyncIterator[records.ParticipationRounds]:
     """Yield the rounds in which clients took part in a job that limits them, `CLIENTS` clients at a time."""
-    if job.spec is None or ParticipationLimits.of(job.spec) is None:
+    if job.spec is None or writes.ParticipationLimits.of(job.spec) is None:
         return
     rows, made_in = tables.assignments.c, tables.attempts.c
     same = [rows[name] == made_in[name] for name in ("job_id", "round", "number")]

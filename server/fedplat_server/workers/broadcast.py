@@ -20,8 +20,7 @@ import msgspec
 
 from fedplat.config.decoding import prepare_type
 from fedplat.pytorch.distributed import Backend, Ranks
-from fedplat_server.workers import protocol
-from fedplat_server.workers.encryption import GroupCipher
+from fedplat_server.workers import encryption, protocol
 from fedplat_server.workers.protocol import TaskRefusal
 
 _MAX_GREETING_BYTES = 1024
@@ -80,11 +79,11 @@ class Broadcast:
                 with _listen(folder) as listener:
                     address = _Address(secrets.token_bytes(16), 0 if folder else listener.getsockname()[1])
                     ranks.broadcast(msgspec.msgpack.encode(address))
-                    self._cipher = GroupCipher(key, address.group)
+                    self._cipher = encryption.GroupCipher(key, address.group)
                     self._connections = self._accept_all(listener, ranks.size)
             else:
                 address = msgspec.msgpack.decode(ranks.broadcast(), type=prepare_type(_Address))
-                self._cipher = GroupCipher(key, address.group)
+                self._cipher = encryption.GroupCipher(key, address.group)
                 self._connections = [_connect(folder, address.port)]
                 self._send(_Greeting(ranks.rank), 0)
         except OSError as exc:

@@ -18,9 +18,8 @@ from typing import Literal, TypeVar
 import grpc
 import msgspec
 
+from fedplat import errors, extras
 from fedplat.config.decoding import prepare_type
-from fedplat.errors import MissingExtraError
-from fedplat.extras import install_command
 from fedplat_server import logs
 from fedplat_server.child_environment import child_environment
 from fedplat_server.errors import PoolBrokenError, PoolError, PoolMemoryError, PoolUnavailableError, PoolWorkError
@@ -276,8 +275,8 @@ def make_environment(daemon: Mapping[str, str]) -> dict[str, str]:
 
 async def _create_process(socket: Path, backend: str) -> Process:
     if importlib.util.find_spec("torch") is None:
-        raise MissingExtraError(
-            f"training on the server's own data needs PyTorch; install it with: {install_command('torch')}"
+        raise errors.MissingExtraError(
+            f"training on the server's own data needs PyTorch; install it with: {extras.install_command('torch')}"
         )
     command = (sys.executable, "-P", "-m", "fedplat_server.workers.rank", str(socket), backend, "INFO")
     # Its own process group, so that Ctrl-C only reaches the daemon.

@@ -15,8 +15,7 @@ import grpc
 import msgspec
 
 from fedplat.config.decoding import prepare_type
-from fedplat_server.workers import protocol
-from fedplat_server.workers.broadcast import TaskEvent
+from fedplat_server.workers import broadcast, protocol
 
 CANCEL_S = 5.0
 """How long a cancelled task may keep running; then the process ends, and torchrun restarts the ranks."""
@@ -29,7 +28,7 @@ class Rank0Listener:
     """Serves at a socket that only its user can open. `events` is the queue of the events of all calls."""
 
     def __init__(self, path: Path, info: protocol.WorkerInfo) -> None:
-        self.events: SimpleQueue[TaskEvent] = SimpleQueue()
+        self.events: SimpleQueue[broadcast.TaskEvent] = SimpleQueue()
         self.running: int | None = None
         self._task_ids = itertools.count()
         self._responses: dict[int, SimpleQueue[protocol.Response | None]] = {}
@@ -71,7 +70,7 @@ class Rank0Listener:
         start = msgspec.msgpack.decode(next(requests), type=prepare_type(protocol.StartTask))
         task = next(self._task_ids)
         responses = self._responses[task] = SimpleQueue[protocol.Response | None]()
-        self.events.put(TaskEvent(task, "start", start.request, start.name, start.backend))
+        self.events.put(broadcast.TaskEvent(task, "start", start.request, start.name, start.backend))
         receiving = threading.Thread(target=self._receive, args=(task, requests), name=f"messages {task}", daemon=True)
         receiving.start()
         if not context.add_callback(lambda: self._cancel(task)):  # the call has ended already
@@ -81,14 +80,14 @@ class Rank0Listener:
     def _receive(self, task: int, messages: Iterator[bytes]) -> None:
         with contextlib.suppress(grpc.RpcError):  # the daemon is gone, or has cancelled the task
             for message in messages:
-                self.events.put(TaskEvent(task, "message", message))
-            self.events.put(TaskEvent(task, "end"))
+                self.events.put(broadcast.TaskEvent(task, "message", message))
+            self.events.put(broadcast.TaskEvent(task, "end"))
 
     def _cancel(self, task: int) -> None:
         """Cancel a task whose call has ended, if it is not finished."""
         if (responses := self._responses.pop(task, None)) is not None:
             responses.put(None)
-            self.events.put(TaskEvent(task, "cancel"))
+            self.events.put(broadcast.TaskEvent(task, "cancel"))
             threading.Timer(CANCEL_S, self._end_if_running, (task,)).start()
 
     def _end_if_running(self, task: int) -> None:

@@ -21,11 +21,9 @@ from torch import distributed
 from fedplat import texts
 from fedplat.pytorch.distributed import Backend, Ranks, find_rank, join_group, make_file_store
 from fedplat_server import logs
-from fedplat_server.workers import encryption, protocol
+from fedplat_server.workers import encryption, protocol, scheduler, tasks
 from fedplat_server.workers.broadcast import Broadcast, LostRankError, TaskEvent
 from fedplat_server.workers.listener import Rank0Listener
-from fedplat_server.workers.scheduler import Pause, ThreadCoroutine, TurnScheduler
-from fedplat_server.workers.tasks import TASKS
 
 _REPORT_S = 2.0
 
@@ -37,8 +35,8 @@ class _RankLoop:
         self._ranks = ranks
         self._events = events
         self._listener = listener
-        self._scheduler = TurnScheduler(listener.events) if listener is not None else None
-        self._open: dict[int, ThreadCoroutine] = {}
+        self._scheduler = scheduler.TurnScheduler(listener.events) if listener is not None else None
+        self._open: dict[int, scheduler.ThreadCoroutine] = {}
 
     def run(self) -> None:
         """Handle events forever. Raises the errors of tasks."""
@@ -76,7 +74,7 @@ class _RankLoop:
         return self._record(event.task, outcome)
 
     def _start(self, event: TaskEvent) -> None:
-        function = TASKS.get(event.name)
+        function = tasks.TASKS.get(event.name)
         if function is None:
             text = f"this pool has no task {event.name!r}; start it with the same version of fedplat as the server"
             return self._finish(event.task, protocol.TaskRefusal(text))
@@ -93,10 +91,10 @@ class _RankLoop:
                 torch.cuda.set_device(ranks.device)
             return function(ranks, event.content, messages, note)
 
-        task = self._open[event.task] = ThreadCoroutine(f"{event.name} {event.task}", run)
+        task = self._open[event.task] = scheduler.ThreadCoroutine(f"{event.name} {event.task}", run)
         return self._record(event.task, task.start())
 
-    def _record(self, task: int, outcome: bytes | Pause) -> None:
+    def _record(self, task: int, outcome: bytes | scheduler.Pause) -> None:
         if self._scheduler is not None:
             self._scheduler.record(task, outcome)
         if isinstance(outcome, bytes):

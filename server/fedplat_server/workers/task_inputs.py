@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from fedplat import aggregate, codecs
+from fedplat import aggregate, codecs, privacy, rounds
 from fedplat.aggregate.state import Columns
 from fedplat.codecs import container
 from fedplat.config.loaded_plugins import PluginReference, select_references
@@ -19,8 +19,6 @@ from fedplat.job import JobSpec, build_rule
 from fedplat.job.pool import ServerStep, WarmStart
 from fedplat.model import ModelFile, Values
 from fedplat.parallel import Parallel
-from fedplat.privacy import KEY_BYTES, Noise
-from fedplat.rounds import JobState
 from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat_server.storage.blobs import BlobStore
 
@@ -50,7 +48,7 @@ class AttemptInputs(msgspec.Struct, frozen=True, kw_only=True):
     plugins: tuple[PluginReference, ...] = ()
 
     @classmethod
-    def of(cls, job: JobState, blobs: BlobStore, plugins: tuple[PluginReference, ...] = ()) -> AttemptInputs:
+    def of(cls, job: rounds.JobState, blobs: BlobStore, plugins: tuple[PluginReference, ...] = ()) -> AttemptInputs:
         """Return the inputs for a job's next version; `plugins` are those of the server."""
         latest = job.latest
         return cls(
@@ -60,13 +58,13 @@ class AttemptInputs(msgspec.Struct, frozen=True, kw_only=True):
             base_path=os.path.abspath(blobs.path(latest.digest)),
             state_path=os.path.abspath(blobs.path(latest.state_digest)) if latest.state_digest else "",
             # A new key for each attempt: a discarded release reveals nothing about the next one.
-            noise_key=os.urandom(KEY_BYTES) if disclosure_of(job.spec).is_charged else b"",
+            noise_key=os.urandom(privacy.KEY_BYTES) if disclosure_of(job.spec).is_charged else b"",
             plugins=select_references(plugins, job.plugins),
         )
 
     def build_rule(self, keep_step: Callable[[bytes], None] = lambda payload: None) -> aggregate.Rule:
         """Build the job's rule; `keep_step` is called with the encoded step of a job with a downlink."""
-        noise = Noise(self.noise_key) if self.noise_key else None
+        noise = privacy.Noise(self.noise_key) if self.noise_key else None
         return build_rule(self.spec, aggregate.seed_of(self.job_id, self.version), noise, keep_step)
 
     def num_sums(self, rule: aggregate.Rule, base: ModelFile) -> int:

@@ -10,17 +10,15 @@ from fedplat.gossip import steps
 from fedplat.gossip.steps import Progress, SiloMessage, SiloReport, SiloStep
 from fedplat.wire import records
 from fedplat.wire.v1 import fleet_pb2, gossip_pb2, model_pb2
+from fedplat_client import cancellation, errors, task
 from fedplat_client._work.failures import AssignmentFailedError
 from fedplat_client._work.steps import StepCalls
-from fedplat_client.cancellation import Stop, StopSignal
-from fedplat_client.errors import ClientError
-from fedplat_client.task import Control
 
 _PATIENCE = 0.8
 """The part of a phase's time after which a silo gives up, so that the server gets its report before the phase ends."""
 _MIN_PHASE_S = 1.0
 _LONG_S = 3600.0
-_OVER = Stop(model_pb2.REASON_UNSPECIFIED, "the phase is over")
+_OVER = cancellation.Stop(model_pb2.REASON_UNSPECIFIED, "the phase is over")
 
 
 class SiloCalls:
@@ -37,7 +35,7 @@ class SiloCalls:
         *,
         wait_s: float = 0.0,
         known: str = "",
-        signal: StopSignal | None = None,
+        signal: cancellation.StopSignal | None = None,
     ) -> SiloStep:
         """Report what the silo has done, if anything, and return what to do: at once, or once there is something.
 
@@ -54,15 +52,15 @@ class SiloCalls:
                 model_pb2.REASON_TRANSFER_FAILED, f"the server's step is not usable: {exc}"
             ) from exc
 
-    def wait(self, step: SiloStep, signal: StopSignal | None = None) -> SiloStep:
+    def wait(self, step: SiloStep, signal: cancellation.StopSignal | None = None) -> SiloStep:
         """Wait until the phase of a step is over, at most for the time of a long poll; return what to do then."""
         return self.take(wait_s=self.control.options.check_in_wait_s, known=step.known, signal=signal)
 
 
 @contextlib.contextmanager
-def limit_time(control: Control, seconds: float) -> Generator[Control]:
+def limit_time(control: task.Control, seconds: float) -> Generator[task.Control]:
     """Yield a control for a part of the work of another one, which stops with it."""
-    part = Control(seconds, 0.0, control.options)
+    part = task.Control(seconds, 0.0, control.options)
     with control.signal.attach(lambda: part.signal.set(control.signal.stop or _OVER)):
         yield part
 
@@ -76,11 +74,11 @@ class PhaseWatch:
 
     def __init__(self, calls: SiloCalls, step: SiloStep) -> None:
         options = calls.control.options
-        self.phase = Control(max(_PATIENCE * step.remaining_s, _MIN_PHASE_S), 0.0, options)
+        self.phase = task.Control(max(_PATIENCE * step.remaining_s, _MIN_PHASE_S), 0.0, options)
         self.following: SiloStep | None = None
         self._calls = calls
         self._step = step
-        self._ended = StopSignal()
+        self._ended = cancellation.StopSignal()
         self._stack = contextlib.ExitStack()
         self._thread = threading.Thread(target=self._run, name="fedplat-phase", daemon=True)
 
@@ -109,7 +107,7 @@ class PhaseWatch:
             while following.known == self._step.known:
                 following = self._calls.wait(self._step, self._ended)
             self.following = following
-        except ClientError:
+        except errors.ClientError:
             pass  # the next call gets the same answer
         finally:
             self.phase.signal.set(_OVER)

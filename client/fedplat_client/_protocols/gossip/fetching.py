@@ -13,19 +13,17 @@ from typing import NamedTuple
 from fedplat.errors import GossipError
 from fedplat.gossip.steps import Offered
 from fedplat.wire.v1 import model_pb2
+from fedplat_client import cancellation, errors, task
 from fedplat_client._protocols.gossip.model import SiloModel
 from fedplat_client._protocols.gossip.network import PeerNetwork, RemoteFile
-from fedplat_client.cancellation import Stop
-from fedplat_client.errors import CallError, Cancelled, NotSentYetError, PeerError, TransferError
-from fedplat_client.task import Control
 
 _FETCHES = 4
 """Models that are fetched from ports at a time."""
 _RELAY_WAIT_S = 10.0
 """How long one call waits for the only file that is missing; with several, they take turns each second."""
 _RELAY_TURN_S = 1.0
-_ERRORS = (TransferError, CallError, GossipError, OSError)
-_NOT_WANTED = Stop(model_pb2.REASON_UNSPECIFIED, "the models are not wanted any more")
+_ERRORS = (errors.TransferError, errors.CallError, GossipError, OSError)
+_NOT_WANTED = cancellation.Stop(model_pb2.REASON_UNSPECIFIED, "the models are not wanted any more")
 _logger = logging.getLogger(__name__)
 
 
@@ -37,7 +35,7 @@ class Fetched(NamedTuple):
 
 
 def fetch_models(
-    models: Collection[Offered], model: SiloModel, network: PeerNetwork, phase: Control
+    models: Collection[Offered], model: SiloModel, network: PeerNetwork, phase: task.Control
 ) -> Generator[Fetched]:
     """Yield each model as soon as it is there or cannot be got; end when the signal of the phase is set."""
     found: queue.SimpleQueue[Fetched | None] = queue.SimpleQueue()
@@ -50,7 +48,7 @@ def fetch_models(
     def work(job: Callable[[], None]) -> None:
         try:
             job()
-        except Cancelled:
+        except errors.Cancelled:
             pass
         finally:
             found.put(None)
@@ -75,7 +73,7 @@ class _Fetching:
     """Fetches in threads; `put` gets what comes of it."""
 
     def __init__(
-        self, model: SiloModel, network: PeerNetwork, phase: Control, put: Callable[[Fetched], object]
+        self, model: SiloModel, network: PeerNetwork, phase: task.Control, put: Callable[[Fetched], object]
     ) -> None:
         self._model = model
         self._network = network
@@ -89,7 +87,7 @@ class _Fetching:
             return False
         if path is None:
             text = f"the file has {offered.size_bytes} bytes; expected {self._model.file_bytes}"
-            self._miss(offered, PeerError("WRONG_SIZE", text))
+            self._miss(offered, errors.PeerError("WRONG_SIZE", text))
         else:
             self._put(Fetched(offered, path))
         return True
@@ -133,9 +131,9 @@ class _Fetching:
         wait_s, phase = _RELAY_WAIT_S if is_last else _RELAY_TURN_S, self._phase
         try:
             path = self._network.receive(offered.contact, remote, wait_s, phase)
-        except NotSentYetError as exc:
+        except errors.NotSentYetError as exc:
             if phase.remaining_s <= 0:
-                raise PeerError("TIMEOUT", "the file did not come through the server in time") from exc
+                raise errors.PeerError("TIMEOUT", "the file did not come through the server in time") from exc
             return None
         return path if remote.digest == offered.digest else self._model.follow(offered, path)
 

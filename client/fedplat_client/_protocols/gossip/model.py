@@ -16,10 +16,8 @@ from msgspec import structs
 
 from fedplat.codecs import Codec
 from fedplat.errors import CodecError, GossipError, PluginError, UserCodeError
-from fedplat.gossip import combine, compress, files, follow, mix
+from fedplat.gossip import combine, compress, files, follow, messages, mix, steps
 from fedplat.gossip.fixed_point import find_largest
-from fedplat.gossip.messages import CommitRow, Delta
-from fedplat.gossip.steps import GossipSetup, Offered
 from fedplat.model import FLOATING, Parameters, Vector
 from fedplat_client._state.silo_store import PendingMean, RelaySecret, SiloFolder, SiloState
 
@@ -33,7 +31,7 @@ class SiloModel:
     Methods raise `OSError`, and `GossipError` for a model that must not be used.
     """
 
-    def __init__(self, folder: SiloFolder, initial: Parameters, setup: GossipSetup, codec: Codec | None) -> None:
+    def __init__(self, folder: SiloFolder, initial: Parameters, setup: steps.GossipSetup, codec: Codec | None) -> None:
         """Begin with the initial model unless the folder has one."""
         self._folder = folder
         self._initial = initial
@@ -143,7 +141,7 @@ class SiloModel:
         followers = tuple(state.mixed_with) if state.mixed_round == state.prepared else ()
         return {
             "copy": self._folder.put(files.make_model_file(copy)),
-            "delta": Delta(self._folder.put(payload), len(payload), state.copy),
+            "delta": messages.Delta(self._folder.put(payload), len(payload), state.copy),
             "followers": None if state.copy == self._initial_copy else followers,
         }
 
@@ -167,14 +165,14 @@ class SiloModel:
         """Return a file that the silo has."""
         return self._folder.find(digest)
 
-    def can_follow(self, offered: Offered) -> bool:
+    def can_follow(self, offered: steps.Offered) -> bool:
         """Return whether the step that a neighbour offers is enough to get its file."""
         delta = offered.delta
         if self._codec is None or delta is None or delta.size_bytes > self.file_bytes:
             return False
         return self._folder.find(delta.base) is not None
 
-    def follow(self, offered: Offered, payload: Path) -> Path:
+    def follow(self, offered: steps.Offered, payload: Path) -> Path:
         """Return the file of a neighbour's public copy, made of the one before and the step in `payload`."""
         assert self._codec is not None
         assert offered.delta is not None
@@ -214,7 +212,7 @@ class SiloModel:
         own, own_weight = files.read_sum_file(self._path(self.state.model), self.size)
         return total / weight - own / own_weight
 
-    def mix(self, row: CommitRow) -> bool:
+    def mix(self, row: messages.CommitRow) -> bool:
         """Mix the silo's model with the stored ones; return False if they are lost, and the model stays as it is."""
         state = self.state
         if state.mixed_round >= row.round:
@@ -232,7 +230,7 @@ class SiloModel:
         self._folder.tidy(self._initial_copy)
         return is_complete
 
-    def _check(self, row: CommitRow) -> None:
+    def _check(self, row: messages.CommitRow) -> None:
         weights = [row.own, *(weight for _, weight in row.neighbours)]
         is_average = all(0.0 <= weight <= 1.0 for weight in weights)
         if not self._is_directed:  # in push-sum it is the columns of W that add up to 1
@@ -242,12 +240,12 @@ class SiloModel:
                 f"the weights of round {row.round} are no average; expected numbers from 0 to 1 with sum 1"
             )
 
-    def _mix_models(self, row: CommitRow) -> Parameters:
+    def _mix_models(self, row: messages.CommitRow) -> Parameters:
         neighbours = [(weight, self._read_plain(self.state.stored[name])) for name, weight in row.neighbours]
         copy, spreads = self._read_plain(self.announced), self._initial.schema.spreads
         return files.make_model_file(mix(self.read(), neighbours, copy, self._gamma, spreads))
 
-    def _mix_sums(self, row: CommitRow) -> Parameters:
+    def _mix_sums(self, row: messages.CommitRow) -> Parameters:
         own = files.read_sum_file(self._path(self.state.model), self.size)
         others = [
             (weight, *files.read_sum_file(self._path(self.state.stored[name]), self.size))

@@ -21,8 +21,7 @@ import numpy as np
 from fedplat.errors import SecureAggregationError
 from fedplat.gossip.shares import MAX_SHARE
 from fedplat.gossip.steps import Contact
-from fedplat.secure_aggregation import relay
-from fedplat.secure_aggregation.primitives import KeyPair
+from fedplat.secure_aggregation import primitives, relay
 from fedplat.wire import pieces
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import errors
@@ -89,7 +88,7 @@ class PeerNetwork:
     token: str
     exchange: relay.RelayExchange
     own: relay.RelayMember
-    key: KeyPair
+    key: primitives.KeyPair
     trusted: Collection[bytes] | None
     port: PeerPort
     fetcher: PeerFetcher

@@ -16,12 +16,11 @@ from fedplat.gossip.ring import Ring, RingMember, key_payload
 from fedplat.gossip.steps import Contact, chunk_name
 from fedplat.model import Vector
 from fedplat.secure_aggregation.primitives import KeyPair, is_signature
+from fedplat_client import errors, task
 from fedplat_client._protocols.gossip.network import ChunkName, PeerNetwork
-from fedplat_client.errors import CallError, PeerError
-from fedplat_client.task import Control
 
 
-class BrokenRingError(PeerError):
+class BrokenRingError(errors.PeerError):
     """The chunk of a step did not come from this sender; or the silo itself cannot take part."""
 
     def __init__(self, sender: str, step: int, text: str) -> None:
@@ -73,7 +72,7 @@ class RingRun:
         self._before = contacts[self._position - 1]
 
     @contextlib.contextmanager
-    def run(self, control: Control) -> Generator[None]:
+    def run(self, control: task.Control) -> Generator[None]:
         """Take all steps, and keep the last chunks for the next silo within the block.
 
         Raises `BrokenRingError` or `Cancelled`. A chunk is kept until the next silo must have had it: when this silo
@@ -94,7 +93,7 @@ class RingRun:
             for each in kept:
                 each.close()
 
-    def _send(self, step: int, kept: deque[contextlib.ExitStack], control: Control) -> None:
+    def _send(self, step: int, kept: deque[contextlib.ExitStack], control: task.Control) -> None:
         name, content = self._name(self._position, step), self.member.outgoing(step)
         network, counter = self._network, self._network.counter
         if network.port.listener is not None:
@@ -106,16 +105,16 @@ class RingRun:
             return
         try:
             network.send_chunk(self._next, name, content, control)
-        except (PeerError, CallError) as exc:
+        except (errors.PeerError, errors.CallError) as exc:
             raise BrokenRingError(network.own.client_id, step, str(exc)) from exc
 
-    def _receive(self, step: int, control: Control) -> None:
+    def _receive(self, step: int, control: task.Control) -> None:
         chunk = self._ring.chunk(self._position - step - 1)
         name = self._name(self._position - 1, step)
         try:
             content = self._network.receive_chunk(self._before, name, 4 * (chunk.stop - chunk.start), control)
             self.member.receive(step, content)
-        except (PeerError, CallError, ValueError) as exc:
+        except (errors.PeerError, errors.CallError, ValueError) as exc:
             raise BrokenRingError(self._before.silo, step, str(exc)) from exc
 
     def _name(self, position: int, step: int) -> ChunkName:

@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedplat import claims
-from fedplat.errors import GossipError
-from fedplat.gossip import steps
-from fedplat.gossip.messages import Announcement
+from fedplat import claims, errors
+from fedplat.gossip import messages, steps
 from fedplat.gossip.ring import key_payload
 from fedplat.secure_aggregation.primitives import KeyPair
 from fedplat.wire.v1 import model_pb2
@@ -136,7 +134,7 @@ class SiloRound:
 
     def _make_announcement(self) -> steps.Announce:
         state, own = self._model.state, self._network.own
-        announcement = Announcement(
+        announcement = messages.Announcement(
             digest=self._model.announced,
             size_bytes=self._model.file_bytes,
             address=self._network.port.address,
@@ -169,7 +167,7 @@ class SiloRound:
             try:
                 distance = self._model.store(silo, digest, path)
                 return steps.Exchanged(received=(steps.Received(silo, digest, distance),))
-            except (GossipError, ValueError) as exc:
+            except (errors.GossipError, ValueError) as exc:
                 _logger.warning("The model of a neighbour is not used: %s", exc, extra={"peer": silo})
         return steps.Exchanged(missed=(silo,))
 
@@ -219,7 +217,7 @@ class SiloRound:
                     mean = self._model.keep_mean(run.member.mean(), ring.round, ring.attempt, chunks)
                     self._calls.take(_report_mean(mean))
                     watch.wait()  # the next silo may still need the last chunks
-            except (BrokenRingError, GossipError) as exc:
+            except (BrokenRingError, errors.GossipError) as exc:
                 sender, number = (exc.sender, exc.step) if isinstance(exc, BrokenRingError) else (own, 0)
                 if not watch.phase.signal.is_set():
                     _logger.warning("The ring broke: %s", exc, extra={"peer": sender, "step": number})

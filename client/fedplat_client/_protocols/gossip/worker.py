@@ -17,17 +17,13 @@ from fedplat.config.plugins import build_checked
 from fedplat.errors import CodecError, GossipError, PluginError, UserCodeError
 from fedplat.gossip import steps
 from fedplat.gossip.steps import GossipSetup, Progress
-from fedplat.secure_aggregation.messages import KEY_BYTES
-from fedplat.secure_aggregation.primitives import KeyPair
-from fedplat.secure_aggregation.relay import RelayExchange, RelayMember
+from fedplat.secure_aggregation import messages, primitives, relay
 from fedplat.wire import records
 from fedplat.wire.v1 import fleet_pb2, model_pb2
+from fedplat_client._protocols.gossip import model, silo_round
 from fedplat_client._protocols.gossip.calls import SiloCalls
-from fedplat_client._protocols.gossip.model import SiloModel
 from fedplat_client._protocols.gossip.network import ByteCounter, Offers, PeerNetwork, PortOffers, RelayOffers
-from fedplat_client._protocols.gossip.silo_round import RoundWork, SiloRound
-from fedplat_client._state.silo_store import RelaySecret, SiloFolder, SiloStore
-from fedplat_client._state.two_phase import SentReport
+from fedplat_client._state import silo_store, two_phase
 from fedplat_client._work import encoding
 from fedplat_client._work.failures import AssignmentFailedError, CheckInResult
 from fedplat_client._work.peers.fetch import PeerFetcher
@@ -51,7 +47,7 @@ class TrainedLateError(ClientError):
 class SiloParts:
     """What only silos need of the client. `client_id` returns the id with which the client is enrolled."""
 
-    store: SiloStore
+    store: silo_store.SiloStore
     port: PeerPort
     client_id: Callable[[], str]
 
@@ -130,15 +126,15 @@ class _Part:
         codec = self._make_codec()
         with work.span("download"):
             initial, _ = work.parts.downloader.load(assignment, work.control)
-        self._folder: SiloFolder = parts.store.open(assignment.job_id)
-        self._model = SiloModel(self._folder, initial, setup, codec)
+        self._folder: silo_store.SiloFolder = parts.store.open(assignment.job_id)
+        self._model = model.SiloModel(self._folder, initial, setup, codec)
         self._model.begin_round(_encode(assignment))
         self._relay = self._open_relay()
 
     def run(self, counter: ByteCounter, port_means: PortOffers | None) -> None:
         """Take part until the round is over for the silo."""
         parts, assignment, listener = self._parts, self._assignment, self._parts.port.listener
-        work = RoundWork(
+        work = silo_round.RoundWork(
             job_id=assignment.job_id,
             round=assignment.round,
             trains=self._setup.trains,
@@ -160,7 +156,7 @@ class _Part:
             else:
                 means = port_means
             with self._span("exchange"):
-                SiloRound(work, self._model, network, calls, models, means).run()
+                silo_round.SiloRound(work, self._model, network, calls, models, means).run()
 
     def describe(self) -> dict[str, object]:
         """Return what the silo has done, as fields of the log."""
@@ -179,22 +175,22 @@ class _Part:
         except (PluginError, UserCodeError) as exc:
             raise AssignmentFailedError(model_pb2.REASON_UNKNOWN_CODEC, str(exc)) from exc
 
-    def _open_relay(self) -> RelaySecret:
+    def _open_relay(self) -> silo_store.RelaySecret:
         """Return the key for files through the server: after a restart the one before, which others have."""
         stored, number = self._folder.state.relay, (self._assignment.round, self._assignment.attempt)
         if stored is not None and (stored.round, stored.attempt) == number:
             return stored
-        return RelaySecret(*number, os.urandom(KEY_BYTES))
+        return silo_store.RelaySecret(*number, os.urandom(messages.KEY_BYTES))
 
     def _open_network(self, counter: ByteCounter) -> PeerNetwork:
         client, assignment = self._client, self._assignment
-        exchange = RelayExchange(assignment.job_id, assignment.round, assignment.attempt)
-        key, client_id = KeyPair(self._relay.secret), self._parts.client_id()
+        exchange = relay.RelayExchange(assignment.job_id, assignment.round, assignment.attempt)
+        key, client_id = primitives.KeyPair(self._relay.secret), self._parts.client_id()
         return PeerNetwork(
             connection=client.connection,
             token=assignment.token,
             exchange=exchange,
-            own=RelayMember(client_id, client.key.public, exchange.advertise(client_id, key, client.key.sign)),
+            own=relay.RelayMember(client_id, client.key.public, exchange.advertise(client_id, key, client.key.sign)),
             key=key,
             trusted=client.options.trusted_keys,
             port=self._parts.port,
@@ -225,7 +221,7 @@ class _Part:
         except GossipError as exc:
             raise AssignmentFailedError(model_pb2.REASON_TRAINER_ERROR, str(exc)) from exc
         training = os.urandom(_TRAINING_ID_BYTES).hex()
-        stage_client_state(store, job_id, SentReport(training, digest), client_state, self._control)
+        stage_client_state(store, job_id, two_phase.SentReport(training, digest), client_state, self._control)
         self._model.finish_training(training, digest, update, result.num_examples, result.metrics)
         if self._control.is_late:
             raise TrainedLateError("the round was over before the training")

@@ -12,8 +12,7 @@ from typing import BinaryIO, Protocol
 
 import grpc
 
-from fedplat.secure_aggregation.primitives import KeyPair
-from fedplat.secure_aggregation.relay import RelayLink
+from fedplat.secure_aggregation import primitives, relay
 from fedplat.wire import pieces
 from fedplat.wire.v1 import model_pb2, peer_pb2
 from fedplat_client import transport
@@ -216,12 +215,12 @@ def _deleted_on_mismatch(part: PartialDownload) -> Generator[None]:
         raise
 
 
-def seal_file(link: RelayLink, own: KeyPair, source: Path, target: Path) -> None:
+def seal_file(link: relay.RelayLink, own: primitives.KeyPair, source: Path, target: Path) -> None:
     """Encrypt a file for its receiver. Raises `SecureAggregationError` or `OSError`, and then leaves no target."""
     _convert(lambda plain, sealed: link.seal(own, plain, sealed), source, target)
 
 
-def open_file(link: RelayLink, own: KeyPair, source: Path, target: Path) -> None:
+def open_file(link: relay.RelayLink, own: primitives.KeyPair, source: Path, target: Path) -> None:
     """Decrypt a file of its sender. Raises `SecureAggregationError` or `OSError`, and then leaves no target."""
     _convert(lambda sealed, plain: link.open(own, sealed, plain), source, target)
 

@@ -28,9 +28,8 @@ from google.protobuf.message import DecodeError
 from fedplat import wire
 from fedplat.wire import auth, pieces
 from fedplat.wire.v1 import peer_pb2
-from fedplat_client import transport
+from fedplat_client import errors, transport
 from fedplat_client._auth.mtls import PeerCredentials
-from fedplat_client.errors import ListenerError
 
 Context: TypeAlias = Any  # grpc.ServicerContext, of which the stubs lack `cancel`
 _S = grpc.StatusCode
@@ -157,7 +156,7 @@ class PeerListener:
             self.port = server.add_secure_port(self._listen, self._server_credentials())
         except RuntimeError as exc:
             executor.shutdown()
-            raise ListenerError(
+            raise errors.ListenerError(
                 f"the listener for peers cannot use {self._listen} ({exc}); choose a free port and an address of this "
                 "host with --peer-listen"
             ) from exc

@@ -17,16 +17,13 @@ from typing_extensions import override
 
 from fedplat import wire
 from fedplat.wire import auth, proxies
-from fedplat_server import logs
+from fedplat_server import config, errors, logs
 from fedplat_server.auth import addresses
 from fedplat_server.auth.addresses import ForwardedCall
-from fedplat_server.config import TlsFiles
-from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import memory
 from fedplat_server.messages.memory import UploadMemory
 from fedplat_server.records.lease import Lease
-from fedplat_server.rpc import interceptor
-from fedplat_server.rpc.handlers import Handler
+from fedplat_server.rpc import handlers, interceptor
 from fedplat_server.rpc.routing.router import InFlightCalls, Route, Router
 
 Context = Any  # aio.ServicerContext, generic for the type checker only
@@ -46,7 +43,7 @@ _BROKEN = frozenset(
 )
 
 
-def connect(address: str, tls: TlsFiles | None) -> aio.Channel:
+def connect(address: str, tls: config.TlsFiles | None) -> aio.Channel:
     """Return a channel to the leader, with TLS if this daemon has certificates: all daemons share an authority."""
     none = grpc.Compression.NoCompression
     options = (*_OPTIONS, *proxies.channel_options(address))
@@ -67,7 +64,7 @@ class GatewayOptions(NamedTuple):
     connections to other daemons, and `memory` the budgets for updates that pass through.
     """
 
-    tls: TlsFiles | None
+    tls: config.TlsFiles | None
     client_of: Callable[[Context], str]
     memory: UploadMemory
 
@@ -112,13 +109,13 @@ class Gateway(Route):
         self._channels = Channels(lambda: connect(lease.address, options.tls))
 
     @override
-    def handler(self, details: grpc.HandlerCallDetails) -> Handler | None:
+    def handler(self, details: grpc.HandlerCallDetails) -> handlers.Handler | None:
         method = details.method
 
         async def call(requests: AsyncIterator[bytes], context: Context) -> AsyncGenerator[bytes]:
             metadata = context.invocation_metadata() or ()
             if addresses.is_forwarded(metadata):  # another gateway takes this daemon for the leader
-                raise RefusedError(Code.NO_LEADER)
+                raise errors.RefusedError(errors.Code.NO_LEADER)
             origin = ForwardedCall(self._name, self._client_of(context), context.peer())
             marked = addresses.add_forwarding(metadata, self.lease.secret, origin)
             admitted = asyncio.Event()
@@ -192,13 +189,13 @@ async def _translate_status(context: Context) -> AsyncGenerator[None]:
     except aio.AioRpcError as exc:
         trailing = tuple(exc.trailing_metadata() or ())
         if exc.code() in _BROKEN and not any(key == auth.METADATA_CODE for key, _ in trailing):
-            raise RefusedError(Code.NO_LEADER, "the connection to it broke") from exc
+            raise errors.RefusedError(errors.Code.NO_LEADER, "the connection to it broke") from exc
         await context.abort(exc.code(), exc.details() or "", trailing)
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        raise RefusedError(Code.NO_LEADER, "the connection to it broke") from None
+        raise errors.RefusedError(errors.Code.NO_LEADER, "the connection to it broke") from None
 
 
 class Follower:

@@ -13,13 +13,11 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 
-from fedplat import durable
+from fedplat import durable, errors
 from fedplat.aggregate import ClientRequirements
 from fedplat.aggregate.scaffold import without_control
 from fedplat.codecs import container
-from fedplat.config import user_code
-from fedplat.config.loaded_plugins import decode_with_plugins
-from fedplat.errors import FedplatError, TrainingError
+from fedplat.config import loaded_plugins, user_code
 from fedplat.model import Parameters, Vector, is_finite
 from fedplat.pytorch import server
 from fedplat.pytorch.distributed import STEP_BYTES, Ranks, work_in_steps
@@ -34,10 +32,10 @@ Note: TypeAlias = Callable[[bytes], None]
 
 def train(ranks: Ranks, request: bytes, messages: Iterator[bytes], note: Note) -> bytes:
     """Train a model by a `TrainRequest`; return a `TrainReply`."""
-    decoded = decode_with_plugins(request, task_inputs.TrainRequest)
+    decoded = loaded_plugins.decode_with_plugins(request, task_inputs.TrainRequest)
     try:
         reply = _train(ranks, decoded, note)
-    except FedplatError as exc:  # raised on all ranks; any other error ends the ranks
+    except errors.FedplatError as exc:  # raised on all ranks; any other error ends the ranks
         reply = task_inputs.TrainReply(error=str(exc))
     _wait_for_end(messages)
     return msgspec.msgpack.encode(reply)
@@ -45,7 +43,7 @@ def train(ranks: Ranks, request: bytes, messages: Iterator[bytes], note: Note) -
 
 def evaluate(ranks: Ranks, request: bytes, messages: Iterator[bytes], note: Note) -> bytes:
     """Evaluate a model by an `EvaluateRequest`; return an `EvaluateReply`."""
-    decoded = decode_with_plugins(request, task_inputs.EvaluateRequest)
+    decoded = loaded_plugins.decode_with_plugins(request, task_inputs.EvaluateRequest)
     try:
         trainer = make_on_all_ranks(ranks, lambda: _load(decoded.trainer))
         whole = make_on_all_ranks(ranks, lambda: Parameters.open(decoded.model), "the model's file")
@@ -54,9 +52,9 @@ def evaluate(ranks: Ranks, request: bytes, messages: Iterator[bytes], note: Note
             model = model.copy()
         metrics = server.evaluate(ranks, trainer, model, parallel=decoded.parallel)
         if bad := [name for name, value in metrics.items() if not math.isfinite(value)]:
-            raise TrainingError(f"the metric {bad[0]!r} is {metrics[bad[0]]}; expected a finite number")
+            raise errors.TrainingError(f"the metric {bad[0]!r} is {metrics[bad[0]]}; expected a finite number")
         reply = task_inputs.EvaluateReply(metrics=metrics)
-    except FedplatError as exc:
+    except errors.FedplatError as exc:
         reply = task_inputs.EvaluateReply(error=str(exc))
     _wait_for_end(messages)
     return msgspec.msgpack.encode(reply)
@@ -172,7 +170,7 @@ def _check_finite(group: Ranks, model: Parameters) -> None:
 
     work_in_steps(group, check(), "the trained model")
     if group.broadcast(b"finite" if finite else b"") != b"finite":
-        raise TrainingError(
+        raise errors.TrainingError(
             "the trained model holds NaN or infinite values; lower learning_rate, or set max_grad_norm or warmup_steps"
         )
 
