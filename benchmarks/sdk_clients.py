@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import noop
-from fedplat.secure_aggregation import masks
+from fedplat.secure_aggregation import primitives
 from fedplat_client import Client
 
 
@@ -41,13 +41,13 @@ def main(ticket: str, folder: Path, count: int, mask_s: float = 0.0) -> None:
 
 def wait_instead_of_masking(mask_s: float) -> None:
     """Let clients add their own mask only, and wait for `mask_s` seconds."""
-    apply = masks.apply_masks
+    apply = primitives.apply_masks
 
-    def wait(vector: masks.Vector, modulus: int, added: Sequence[bytes], subtracted: Sequence[bytes]) -> None:
+    def wait(vector: primitives.Vector, modulus: int, added: Sequence[bytes], subtracted: Sequence[bytes]) -> None:
         apply(vector, modulus, added[:1], ())  # the first is the client's own
         time.sleep(mask_s)
 
-    masks.apply_masks = wait
+    primitives.apply_masks = wait
 
 
 if __name__ == "__main__":

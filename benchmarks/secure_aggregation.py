@@ -39,12 +39,17 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 import report
 import secure_rounds
-from fedplat.secure_aggregation import masks, unmasking
-from fedplat.secure_aggregation.graph import Graph
-from fedplat.secure_aggregation.messages import KeyAdvertisement, Member, SealedShares, Survivors, UnmaskAnswer
-from fedplat.secure_aggregation.options import SecureAggregation
+from fedplat.secure_aggregation import primitives, unmasking
+from fedplat.secure_aggregation.messages import (
+    KeyAdvertisement,
+    Member,
+    SealedShares,
+    SecureAggregation,
+    Survivors,
+    UnmaskAnswer,
+)
 from fedplat.secure_aggregation.participant import Participant, ParticipantLimits
-from fedplat.secure_aggregation.setup import Encoding, Setup
+from fedplat.secure_aggregation.setup import Encoding, Graph, Setup
 
 PEERS = Path(__file__).resolve().parents[1] / ".venv-peers" / "bin" / "python"
 THEIRS = Path(__file__).with_name("peers") / "flower_secagg.py"
@@ -213,7 +218,7 @@ class Stopwatch:
 def masks_left_out(applies: bool) -> Generator[None]:
     """Leave out the masks of vectors, whose values have no effect on any time."""
     if applies:
-        with mock.patch.object(masks, "apply_masks"):
+        with mock.patch.object(primitives, "apply_masks"):
             yield
     else:
         yield

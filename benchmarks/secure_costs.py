@@ -23,11 +23,16 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 import report
 from fedplat.secure_aggregation import encoding, unmasking
-from fedplat.secure_aggregation.graph import Graph
-from fedplat.secure_aggregation.messages import KeyAdvertisement, Member, SealedShares, Survivors, UnmaskAnswer
-from fedplat.secure_aggregation.options import SecureAggregation
+from fedplat.secure_aggregation.messages import (
+    KeyAdvertisement,
+    Member,
+    SealedShares,
+    SecureAggregation,
+    Survivors,
+    UnmaskAnswer,
+)
 from fedplat.secure_aggregation.participant import Participant, ParticipantLimits
-from fedplat.secure_aggregation.setup import Encoding, Setup
+from fedplat.secure_aggregation.setup import Encoding, Graph, Setup
 from fedplat.simulation.secure import costs
 
 CASES = ((20, 100_000, 1), (100, 100_000, 5), (150, 100_000, 7), (100, 1_000_000, 5))

@@ -18,7 +18,7 @@ from deployment import Deployment
 from fedplat.admin import submission
 from fedplat.job import parse_job
 from fedplat.model import Parameters
-from fedplat.secure_aggregation import masks
+from fedplat.secure_aggregation import primitives
 from models import alike, parameters
 from processes import FailedError
 from report import Report
@@ -76,7 +76,7 @@ def time_masks(num_clients: int, num_parameters: int) -> float:
     seconds: list[float] = []
     for _ in range(5):
         started = time.perf_counter()
-        masks.apply_masks(vector, 32, keys, ())
+        primitives.apply_masks(vector, 32, keys, ())
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds)
 

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from fedplat import aggregate, errors
-from fedplat.aggregate import options as ranges
+from fedplat.aggregate import algebra as ranges
 from fedplat.config.plugins import BUILTIN, Plugins, build_checked, name_of
 from fedplat.config.toml import format_value, read_name, read_record, suggest
 
@@ -54,7 +54,7 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The δ at which clients report their ε."""
 
     def __post_init__(self) -> None:
-        ranges.check(self)
+        ranges.check_ranges(self)
         if not self.batch_size and self.accumulate > 1:
             raise ValueError(f"accumulate = {self.accumulate}: expected 1 if a batch is all data (batch_size = 0)")
         for mistake in (*self._private_mistakes(), *self._optimizer_mistakes(), *self._algorithm_mistakes()):

@@ -1,17 +1,18 @@
-"""The generators of a process, seeded for a block: those of Python's `random`, of NumPy's `np.random`, and of PyTorch.
+"""The generators of a process, those of Python's `random`, NumPy and PyTorch: seeded for a block, saved and restored.
 
 The code of a model's author may draw from them (mixup, augmentation, noise in a loss), without a generator of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -78,3 +79,41 @@ def read_states() -> object:
     """Return the states of Python's and NumPy's generators, which change with each draw."""
     name, key, *rest = _numpy.get_state(legacy=True)
     return name, key.tobytes(), *rest, random.getstate()
+
+
+GeneratorStates: TypeAlias = tuple[Any, Any, Any]
+"""The states of the generators of Python, NumPy and PyTorch; None for PyTorch while it is not imported."""
+
+
+def seed_generators(number: int) -> None:
+    """Seed the generators. `number` is from 0 to 2**64 - 1."""
+    random.seed(number)
+    np.random.seed(np.random.SeedSequence(number).generate_state(4))
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(number)
+
+
+def get_states() -> GeneratorStates:
+    """Return the states of the generators."""
+    torch = sys.modules.get("torch")
+    return random.getstate(), np.random.get_state(), torch.get_rng_state().numpy() if torch else None
+
+
+def set_states(states: GeneratorStates) -> None:
+    """Restore the states of the generators."""
+    python, numpy, torch_state = states
+    random.setstate(python)
+    np.random.set_state(numpy)
+    if torch_state is not None and (torch := sys.modules.get("torch")):
+        torch.set_rng_state(torch.from_numpy(torch_state))
+
+
+@contextlib.contextmanager
+def seed_within(number: int) -> Generator[None]:
+    """Seed the generators within the block, and restore them afterwards."""
+    states = get_states()
+    seed_generators(number)
+    try:
+        yield
+    finally:
+        set_states(states)

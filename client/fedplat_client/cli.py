@@ -17,7 +17,7 @@ import click
 from fedplat import texts
 from fedplat.config import loaded_plugins, user_code
 from fedplat.errors import FedplatError, MissingExtraError, PluginError, TicketError
-from fedplat.secure_aggregation.options import MAX_GROUP, MIN_GROUP
+from fedplat.secure_aggregation.messages import MAX_GROUP, MIN_GROUP
 from fedplat.wire import process_tuning
 from fedplat_client import errors, log, task
 from fedplat_client._auth import tickets

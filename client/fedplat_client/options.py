@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedplat import wire
-from fedplat.secure_aggregation.messages import KEY_BYTES
-from fedplat.secure_aggregation.options import MAX_GROUP, MIN_GROUP
+from fedplat.secure_aggregation.messages import KEY_BYTES, MAX_GROUP, MIN_GROUP
 from fedplat.wire import auth
 from fedplat_client.cancellation import StopSignal
 
@@ -76,7 +75,7 @@ class ClientOptions:
     """Take part in decentralised jobs, in which other clients see this client's whole model (their neighbours in each
     round, or with `exchange = "ring"` only the mean of all). Without it the client refuses such jobs
     (`UNSAFE_AGGREGATION`), and so does one that requires secure aggregation or local noise."""
-    max_share: float = 0.5  # `MAX_SHARE` of fedplat.gossip.shares, which only silos load
+    max_share: float = 0.5  # `MAX_SHARE` of fedplat.gossip.stated, which only silos load
     """Largest part of a mean that one model may be, in decentralised jobs with `exchange = "ring"`: a mean that is
     nearly one silo's model shows it to all others. The client refuses other rings, and so does any client a ring in
     which one model is more than three quarters of what two of the silos have not contributed themselves."""

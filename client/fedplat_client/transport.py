@@ -13,7 +13,7 @@ import grpc
 from google.protobuf.message import Message
 
 from fedplat import wire
-from fedplat.wire import auth, pieces, proxies
+from fedplat.wire import auth, messages, proxies
 from fedplat.wire.v1 import fleet_pb2, model_pb2, peer_pb2
 from fedplat_client import cancellation, errors
 
@@ -117,8 +117,8 @@ class Method(Generic[Response]):
         return cast(Any, method)(request, timeout=timeout_s, metadata=metadata)
 
 
-def _decode_piece(message: bytes) -> pieces.Bytes:
-    data = pieces.unframe_field(pieces.CHUNK, message)
+def _decode_piece(message: bytes) -> messages.Bytes:
+    data = messages.unframe_field(messages.CHUNK, message)
     return data if data is not None else model_pb2.Chunk.FromString(message).data
 
 

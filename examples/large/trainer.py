@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 import llama
 import plays
 from fedplat import Learner, Parameters
-from fedplat.job.pool import ServerLearning
+from fedplat.job.tables import ServerLearning
 from fedplat.pytorch.server import ServerTrainer
 
 FOLDER = Path(os.environ.get("LARGE_FOLDER", "."))

@@ -15,7 +15,7 @@ from fedplat import texts, wire
 from fedplat._version import __version__
 from fedplat.admin.profile import DEFAULT_SERVER, Profile
 from fedplat.errors import ServerRefusedError, ServerUnreachableError
-from fedplat.wire import auth, handshake, proxies
+from fedplat.wire import auth, proxies
 
 _CHANNEL_OPTIONS = (
     *wire.CHANNEL_OPTIONS,
@@ -130,7 +130,7 @@ class AdminConnection:
     def _unreachable(self, reason: str) -> ServerUnreachableError:
         profile = self._profile
         if proxies.is_direct(profile.server):
-            problem = handshake.problem(profile.server, ca=profile.ca, insecure=profile.insecure)
+            problem = proxies.describe_failure(profile.server, ca=profile.ca, insecure=profile.insecure)
             if problem:
                 return ServerUnreachableError(
                     f"cannot connect to the server at {profile.server}: {problem}", reason=problem, is_lasting=True

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from typing import ClassVar, Protocol, runtime_checkable
 
 from fedplat.aggregate.accumulator import Accumulator, PartialSummary, ResultPart, Shard
-from fedplat.aggregate.adaptive_clip import AdaptiveClip, clip_by_quantile
 from fedplat.aggregate.algebra import (
     BaseRule,
     ClientRequirements,
@@ -28,18 +27,19 @@ from fedplat.aggregate.algebra import (
     Wrapper,
     describe_metrics_problem,
 )
-from fedplat.aggregate.clip import clip_by_norm
+from fedplat.aggregate.asynchronous import FedAsync, FedBuff, divide_by_number, rebase
+from fedplat.aggregate.clipping import AdaptiveClip, clip_by_norm, clip_by_quantile
 from fedplat.aggregate.downlink import compress_step, seed_of
-from fedplat.aggregate.easgd import Easgd, LocalEasgd
-from fedplat.aggregate.fedadagrad import FedAdagrad, server_adagrad
-from fedplat.aggregate.fedadam import FedAdam, server_adam
-from fedplat.aggregate.fedasync import FedAsync
-from fedplat.aggregate.fedavg import FedAvg, server_sgd
-from fedplat.aggregate.fedavgm import FedAvgM, server_momentum
-from fedplat.aggregate.fedbuff import FedBuff, divide_by_number
-from fedplat.aggregate.feddyn import FedDyn, LocalFedDyn, server_feddyn
-from fedplat.aggregate.fednova import FedNova, normalize_by_steps
-from fedplat.aggregate.fedyogi import FedYogi, server_yogi
+from fedplat.aggregate.drift import (
+    Easgd,
+    FedDyn,
+    LocalEasgd,
+    LocalFedDyn,
+    LocalScaffold,
+    Scaffold,
+    server_feddyn,
+    server_scaffold,
+)
 from fedplat.aggregate.local import (
     Correction,
     LocalAlgorithm,
@@ -51,12 +51,21 @@ from fedplat.aggregate.local import (
     StartContext,
     UpdateDirection,
 )
-from fedplat.aggregate.mean import restrict_to_mean, weighted_mean
-from fedplat.aggregate.optimizer import server_optimizer
-from fedplat.aggregate.qfedavg import QFedAvg, weight_by_loss
-from fedplat.aggregate.rebased import rebase
+from fedplat.aggregate.mean import average_statistics, describe_statistics, restrict_to_mean, weighted_mean
 from fedplat.aggregate.robust import MAX_ROBUST_UPDATES, Robust
-from fedplat.aggregate.scaffold import LocalScaffold, Scaffold, server_scaffold
+from fedplat.aggregate.server_optimizers import (
+    FedAdagrad,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedYogi,
+    server_adagrad,
+    server_adam,
+    server_momentum,
+    server_optimizer,
+    server_sgd,
+    server_yogi,
+)
 from fedplat.aggregate.state import (
     column_start,
     columns_of,
@@ -70,7 +79,7 @@ from fedplat.aggregate.state import (
     state_schema,
     state_to_bytes,
 )
-from fedplat.aggregate.statistics import average_statistics, describe_statistics
+from fedplat.aggregate.weighting import FedNova, QFedAvg, normalize_by_steps, weight_by_loss
 from fedplat.config.plugins import Kind, by_name, define
 from fedplat.model.blocks import l2_norm, scale_vector
 

@@ -1,4 +1,4 @@
-"""The aggregation algebra: the definition of an aggregation rule, and the composition of rules.
+"""The aggregation algebra: the definition of an aggregation rule, its options, and the composition of rules.
 
 A rule is a frozen record of pure functions over flat float32 vectors (fedjax's `(init, apply)` pairs, with an explicit
 reduction over clients, so that updates can be streamed):
@@ -15,7 +15,7 @@ reduction over clients, so that updates can be streamed):
 A rule that needs all updates of an attempt at once (a median, for instance) folds nothing: its partial result keeps the
 updates, which must stay readable until the attempt ends. Then `gather(state, partial)` returns a partial result with
 their total, which `apply` receives as usual. It reads the updates and the state in lockstep, block by block
-(`fedplat.model.rows`). A rule that needs them again only in rare cases does both: it folds an update, and keeps it.
+(`fedplat.model.blocks`). A rule that needs them again only in rare cases does both: it folds an update, and keeps it.
 
 A rule that `keeps_memory` has state of any form, which only it can read, such as that of an optimizer of another
 library: bytes of any length, which are stored with the vectors. It gathers: `gather` finds the bytes of the previous
@@ -42,10 +42,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Protocol
+from typing import Annotated, ClassVar, Protocol
 
 import msgspec
 
+from fedplat.config.decoding import prepare_type
 from fedplat.model import Blocks, FlatModel, Parameters, Schema, Vector
 from fedplat.model.blocks import ShardReduce, single_shard
 
@@ -203,3 +204,30 @@ def describe_metrics_problem(rule: Rule, metrics: Mapping[str, float]) -> str:
             text = f"the metric {name} is {metrics[name]}; the job's aggregation rule needs a number from 0 to"
             return f"{text} {MAX_METRIC:g}"
     return ""
+
+
+Rate = Annotated[float, msgspec.Meta(gt=0, le=1e30)]
+"""A step size: finite in float32, so never infinite or NaN."""
+Coefficient = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
+"""A factor of a term that may be left out: finite in float32."""
+Decay = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+"""A decay factor: the fraction of the past that is kept from round to round."""
+Exponent = Annotated[float, msgspec.Meta(ge=0, le=10)]
+"""An exponent of numbers that may be large: the power must stay finite."""
+Population = Annotated[int, msgspec.Meta(ge=1, le=1_000_000_000)]
+"""A number of clients."""
+Floor = Annotated[float, msgspec.Meta(ge=1e-30, le=1e30)]
+"""A lower bound of a denominator: still above 0 in float32."""
+
+
+def check_ranges(options: msgspec.Struct) -> None:
+    """Raise `ValueError` if a field is out of its declared range.
+
+    msgspec checks records that it decodes, but not those created in Python; this function checks the latter.
+    """
+    for field in msgspec.structs.fields(type(options)):
+        value = getattr(options, field.name)
+        try:
+            msgspec.convert(value, prepare_type(field.type))
+        except msgspec.ValidationError as exc:
+            raise ValueError(f"{field.name} is {value!r}: {exc}") from exc

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fedplat.aggregate import algebra, optimizer
+from fedplat.aggregate import algebra, server_optimizers
 from fedplat.codecs import Codec, with_error_feedback
 from fedplat.model import Vector, VectorBlocks, blocks
 
@@ -49,6 +49,6 @@ def compress_step(codec: Codec, seed: int, keep: Callable[[bytes], None]) -> alg
         return step, {"residual": residual}
 
     def wrap(inner: algebra.Rule) -> algebra.Rule:
-        return dataclasses.replace(optimizer.server_optimizer(init, update)(inner), blockwise=False)
+        return dataclasses.replace(server_optimizers.server_optimizer(init, update)(inner), blockwise=False)
 
     return wrap

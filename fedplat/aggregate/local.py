@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from fedplat.aggregate import options as ranges
+from fedplat.aggregate import algebra as ranges
 
 Arrays: TypeAlias = Mapping[str, Any]
 """Arrays or tensors that support `+`, `-` and `*`, by the names of the model's parameters."""
@@ -163,7 +163,7 @@ class LocalFedProx(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
     """μ, the factor of the proximal term."""
 
     def __post_init__(self) -> None:
-        ranges.check(self)
+        ranges.check_ranges(self)
 
     def build(self) -> LocalAlgorithm:
         """Return the algorithm with these options."""

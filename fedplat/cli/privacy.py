@@ -10,7 +10,7 @@ import typer
 from fedplat.cli import auditing, formats, options, planning
 from fedplat.cli.output import ListColumn, ListLayout, Output, to_record
 from fedplat.cli.session import WRONG_USAGE, FormatOption, session
-from fedplat.privacy.releases import ADJACENCY
+from fedplat.privacy.options import ADJACENCY
 from fedplat.texts import format_count
 from fedplat.wire.v1 import admin_pb2
 

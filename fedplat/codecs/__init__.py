@@ -1,7 +1,7 @@
 """Compression of updates: codecs between a model's float32 vector and bytes.
 
-`codec.py` defines codecs. Each codec is one file with an options record (the `[compression]` tables of a job file) that
-has a `build()` method. `docs/contributing.md` has the steps to add one.
+`codec.py` defines codecs. Each codec has an options record (the `[compression]` tables of a job file) with a `build()`
+method. `docs/contributing.md` has the steps to add one.
 
 Codecs do not process the integer entries of a model, which are carried separately from the vector.
 """
@@ -11,12 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
-from fedplat.codecs.bf16 import Bf16
-from fedplat.codecs.codec import Codec, Payload
+from fedplat.codecs.codec import Codec, ErrorFeedback, Payload, with_error_feedback
 from fedplat.codecs.eden import Eden
-from fedplat.codecs.feedback import ErrorFeedback, with_error_feedback
-from fedplat.codecs.plain import Plain
-from fedplat.codecs.quantize import Quantize
+from fedplat.codecs.quantize import Bf16, Plain, Quantize
 from fedplat.codecs.topk import TopK
 from fedplat.config.plugins import Kind, by_name, define
 from fedplat.errors import CodecError

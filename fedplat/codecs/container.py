@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from fedplat import codecs
 from fedplat.codecs import with_error_feedback
-from fedplat.codecs.guard import guard
+from fedplat.codecs.codec import guard
 from fedplat.config.decoding import prepare_type
 from fedplat.config.plugins import BUILTIN, Plugins, build_checked, name_of
 from fedplat.errors import CodecError, ModelError

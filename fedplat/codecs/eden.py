@@ -14,6 +14,10 @@ A block of a vector is written as rows with independently rotated columns, each 
 
 The signs are generated from a seed in the payload by Philox (Salmon et al. 2011), a counter-based generator. NumPy
 guarantees that its raw output does not change, so writer and reader agree on every machine.
+
+Source: Pease 1968, "An Adaptation of the Fast Fourier Transform for Parallel Processing", J. ACM 15(2): every stage
+adds and subtracts the two halves of its input and interleaves the results. So all stages are the same and read
+contiguous memory; writes have a stride of whole rows. (The order of sums in BLAS depends on the processor.)
 """
 
 from __future__ import annotations
@@ -25,10 +29,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fedplat.codecs.codec import Codec, Source, read_array
-from fedplat.codecs.hadamard import Rows, hadamard
-from fedplat.codecs.packing import pack, packed_bytes, unpack
-from fedplat.codecs.zstd import zstd
+from fedplat.codecs.codec import Codec, Source, read_array, zstd
+from fedplat.codecs.quantize import pack, packed_bytes, unpack
 from fedplat.errors import CodecError
 from fedplat.model import BLOCK, Blocks, Vector, blocks
 
@@ -180,3 +182,25 @@ def _num_bytes(size: int, bits: int) -> int:
         dimension, num_columns = _shape(count)
         total += number * (4 * num_columns + packed_bytes(dimension * num_columns, bits))
     return total
+
+
+Rows = npt.NDArray[np.float32]
+
+
+def hadamard(rows: Rows) -> Rows:
+    """Return H times `rows` of shape [2^k, m]: every column is transformed, in natural order, without a factor.
+
+    Overwrites `rows`. H is its own inverse, except for the factor 2^k.
+
+    >>> hadamard(np.array([[1], [2]], np.float32)).ravel()
+    array([ 3., -1.], dtype=float32)
+    """
+    dimension, num_columns = rows.shape
+    half = dimension // 2
+    result = np.empty_like(rows)
+    for _ in range(dimension.bit_length() - 1):
+        pairs = result.reshape(half, 2, num_columns)
+        np.add(rows[:half], rows[half:], out=pairs[:, 0])
+        np.subtract(rows[:half], rows[half:], out=pairs[:, 1])
+        rows, result = result, rows
+    return rows

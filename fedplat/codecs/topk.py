@@ -2,7 +2,7 @@
 
 Sources: Lin et al. 2018, "Deep Gradient Compression", arXiv 1712.01887, Section 3.1; Stich et al. 2018, "Sparsified SGD
 with Memory", arXiv 1809.07599, Definition 2.1: the error is at most (1 - k/d) ‖x‖². The omitted entries must be stored
-and sent later (`feedback.py`).
+and sent later (`with_error_feedback`).
 
 The k entries are selected over the whole vector, as in a radix sort: two passes count the upper and the lower halves of
 the magnitudes, so the vector is not copied. In each block the gaps between indices have a geometric distribution, for
@@ -19,10 +19,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fedplat.codecs.bf16 import from_bf16, to_bf16
-from fedplat.codecs.codec import Codec, Source, read_array
-from fedplat.codecs.packing import pack, unpack
-from fedplat.codecs.zstd import zstd
+from fedplat.codecs.codec import Codec, Source, read_array, zstd
+from fedplat.codecs.quantize import from_bf16, pack, to_bf16, unpack
 from fedplat.errors import CodecError
 from fedplat.model import BLOCK, Blocks, Vector, blocks
 

@@ -1,4 +1,4 @@
-"""The rounds of a Flower strategy, so that they continue after a crash.
+"""The rounds of a Flower strategy, so that they continue after a crash, and what it remembers between them.
 
 An app calls `strategy.start(grid, ...)` once, for all rounds. `install` replaces that method, for the grids of fedplat:
 the rounds are the same, with a checkpoint before each set of messages. After a crash the app's `main` is called
@@ -25,8 +25,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedXgbBagging, Result, Strategy
 
-from fedplat import errors, model, texts
-from fedplat.flower import attributes, claims, layout, randomness
+from fedplat import errors, model, randomness, texts
+from fedplat.flower import claims, layout
 from fedplat.flower.grid import FlowerGrid
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
@@ -131,7 +131,7 @@ class _Rounds:
             progress.arrays, progress.result = initial_arrays, Result()
             self._evaluate_centrally(progress, 0, evaluate_fn)
         else:
-            attributes.assign_attributes(self._strategy, progress.attributes)
+            assign_attributes(self._strategy, progress.attributes)
             randomness.set_states(pickle.loads(progress.random_states))
         while progress.round <= num_rounds:
             self._run_round(progress)
@@ -211,7 +211,7 @@ class _Rounds:
     def _take_snapshot(self) -> bytes:
         """Return the progress of this call, pickled; the app waits for replies meanwhile."""
         progress = self._calls.progress
-        progress.attributes = attributes.pickle_attributes(self._strategy)
+        progress.attributes = pickle_attributes(self._strategy)
         progress.random_states = pickle.dumps(randomness.get_states())
         return self._grid.dump(progress)
 
@@ -272,3 +272,29 @@ def _read(record: ArrayRecord) -> _Booster | None:
         return _Booster(len(trees), str(learner["learner_model_param"]["base_score"]))
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
+
+
+def pickle_attributes(strategy: Strategy) -> bytes:
+    """Return the attributes of a strategy, and of strategies inside it, except those that no file can hold.
+
+    The others are functions and open resources, which are made again with the strategy.
+    """
+    found: dict[str, Any] = {}
+    for name, value in vars(strategy).items():
+        try:
+            found[name] = (
+                ("strategy", pickle_attributes(value)) if isinstance(value, Strategy) else ("", pickle.dumps(value))
+            )
+        except Exception:
+            continue
+    return pickle.dumps(found)
+
+
+def assign_attributes(strategy: Strategy, attributes: bytes) -> None:
+    """Give a new strategy the attributes of another one. They must come from `pickle_attributes` of this machine."""
+    for name, (kind, content) in pickle.loads(attributes).items():
+        inner = getattr(strategy, name, None)
+        if kind and isinstance(inner, Strategy):
+            assign_attributes(inner, content)
+        elif not kind:
+            setattr(strategy, name, pickle.loads(content))

@@ -26,11 +26,12 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
+from fedplat import randomness
 from fedplat.aggregate import Contribution, Partial
 from fedplat.config import plugins, user_code
 from fedplat.config.decoding import prepare_type
 from fedplat.errors import FedplatError, FlowerError, PluginError
-from fedplat.flower import attributes, identity, randomness, records, strategies
+from fedplat.flower import durable, identity, records, strategies
 from fedplat.flower.records import NUM_EXAMPLES, share_arrays
 from fedplat.model import FLOATING, Blocks, FlatModel, Parameters, Vector
 from fedplat.texts import format_count, format_numbers, quote
@@ -85,9 +86,9 @@ def aggregate(options: strategies.FlowerStrategy, arguments: Mapping[str, Any], 
         identity.assume(identity.SERVER_NODE_ID)
         strategy = make_strategy(options, arguments)
         if memory.attributes:
-            attributes.assign_attributes(strategy, memory.attributes)
+            durable.assign_attributes(strategy, memory.attributes)
         result = _call(strategy, f"the strategy {plugins.name_of(options)}", number, base, partial.kept)
-        memory = _Memory(number, attributes.pickle_attributes(strategy))
+        memory = _Memory(number, durable.pickle_attributes(strategy))
     step = _subtract(result, base, f"the strategy {plugins.name_of(options)}")
     return dataclasses.replace(partial, total=step, weight=1.0, kept=(), memory=msgspec.msgpack.encode(memory))
 

@@ -1,12 +1,12 @@
 """Gossip: silos average their models with each other, and no server holds one.
 
-The core is pure: no clock, socket or file. Read in this order: `options.py` is the table `[mode]` of the job file,
-`topology.py` the edges of a round and the mixing weights of those that both ends confirmed, `mixing.py` what
-one silo computes (plain gossip, push-sum, CHOCO), `consensus.py` how far apart the silos are. `coordinator.py` is that
+The core is pure: no clock, socket or file. Read in this order: `topology.py` is the table `[mode]` of the job file, the
+edges of a round and the mixing weights of those that both ends confirmed, `mixing.py` what one silo computes (plain
+gossip, push-sum, CHOCO) and the files that silos exchange, `state.py` how far apart they are. `coordinator.py` is that
 of one job: what silos announce and confirm in, whom they exchange with and their rows of W out. `ring.py` is a ring
 all-reduce with pairwise masks, which needs the extra `privacy`.
 
-`steps.py` has the messages between a silo and a daemon, and `files.py` what silos exchange.
+`steps.py` has the messages between a silo and a daemon.
 
 Two shells drive it. The simulator has no messages, so it needs neither `steps.py` nor `RingMember`, whose masks change
 no result. Of a real job, `fedplat.rounds.protocols.gossip` is the coordinator's place among the others,
@@ -17,11 +17,11 @@ topology and a step size.
 
 from __future__ import annotations
 
-from fedplat.gossip.consensus import Consensus, distance_from_mean, measure_consensus
 from fedplat.gossip.mixing import choco_gamma, choco_rate, combine, compress, follow, measure_quality, mix
-from fedplat.gossip.options import Gossip
+from fedplat.gossip.state import Consensus, distance_from_mean, measure_consensus
 from fedplat.gossip.topology import (
     Edges,
+    Gossip,
     Links,
     count_turns,
     draw_edges,

@@ -27,9 +27,8 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from fedplat.gossip import messages, shares, stated, topology
-from fedplat.gossip.consensus import Consensus
-from fedplat.gossip.state import GossipPhase, GossipRules, GossipState
+from fedplat.gossip import messages, stated, topology
+from fedplat.gossip.state import Consensus, GossipPhase, GossipRules, GossipState
 from fedplat.texts import format_count
 
 Step = tuple[GossipState, tuple[messages.GossipCommand, ...]]
@@ -354,7 +353,7 @@ def _request_keys(state: GossipState) -> Step:
 
 
 def _begin_ring(state: GossipState) -> Step:
-    outliers = shares.find_outliers({silo: offer.largest for silo, offer in state.offers.items()})
+    outliers = stated.find_outliers({silo: offer.largest for silo, offer in state.offers.items()})
     if outliers:
         state = _change(
             state,

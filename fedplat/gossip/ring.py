@@ -1,6 +1,6 @@
 """Ring all-reduce with pairwise masks: all silos get the mean, and no silo sees another's model.
 
-Each model becomes integers (`fixed_point.py`), plus one mask for each other silo, which cancel in the sum: of two silos
+Each model becomes integers (`mixing.py`), plus one mask for each other silo, which cancel in the sum: of two silos
 the first adds the key stream of their common key and the second subtracts it, as in `secure_aggregation.masks`. The
 masked vector has one chunk for each silo. In n - 1 steps each silo adds its part to the chunk that it gets and passes
 it on (reduce-scatter), and in n - 1 more the complete chunks go round (all-gather): 2 (n - 1) / n of the vector's bytes
@@ -23,9 +23,9 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta, Struct
 
-from fedplat.gossip import fixed_point, messages
+from fedplat.gossip import messages, mixing
 from fedplat.model import Vector
-from fedplat.secure_aggregation import masks, primitives, setup
+from fedplat.secure_aggregation import primitives, setup
 
 _ROUNDING = 1e-6
 
@@ -94,19 +94,19 @@ class RingMember:
             raise ValueError(f"the shares of the silos add up to {total}; expected 1, because more could overflow")
         self._ring, self._position, self._step = ring, names.index(silo), 0
         share = ring.members[self._position].share
-        self._values: fixed_point.Integers = fixed_point.quantize_share(model, share, ring.bound, len(names))
+        self._values: mixing.Integers = mixing.quantize_share(model, share, ring.bound, len(names))
         self._mask(key, keys)
 
     def _mask(self, key: primitives.KeyPair, keys: Sequence[bytes]) -> None:
         own, context = self._position, self._ring.context
         pairs = {
-            other: masks.derive_pair_key(key, public, context, (own, other))
+            other: primitives.derive_pair_key(key, public, context, (own, other))
             for other, public in enumerate(keys)
             if other != own
         }
         added = [each for other, each in pairs.items() if own < other]
         subtracted = [each for other, each in pairs.items() if own > other]
-        masks.apply_masks(self._values, 32, added, subtracted)
+        primitives.apply_masks(self._values, 32, added, subtracted)
 
     def outgoing(self, step: int) -> bytes:
         """Return the chunk to send in a step, after those before it were received."""
@@ -134,11 +134,11 @@ class RingMember:
         """Return the mean, after the last step: float32, the same bits at all silos."""
         if self._step < self._ring.num_steps:
             raise ValueError(f"the ring is at step {self._step} of {self._ring.num_steps}; expected the last one")
-        return fixed_point.read_mean(self._values, self._ring.bound, len(self._ring.members))
+        return mixing.read_integer_mean(self._values, self._ring.bound, len(self._ring.members))
 
     def digest(self) -> str:
         """Return the digest of the mean."""
-        return fixed_point.digest_mean(self.mean())
+        return mixing.digest_mean(self.mean())
 
     def chunk_digests(self) -> tuple[str, ...]:
         """Return a digest of each complete chunk, in order: 128 bits, after the last step."""

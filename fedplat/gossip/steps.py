@@ -13,7 +13,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from fedplat.errors import GossipError
-from fedplat.gossip import messages, options
+from fedplat.gossip import messages, topology
 from fedplat.gossip.state import GossipPhase, GossipState
 
 FEATURE = "gossip.1"
@@ -33,7 +33,7 @@ class GossipSetup(Struct, frozen=True, kw_only=True):
     """What a silo gets with its assignment: whether it trains, how models are exchanged, and the step size of CHOCO."""
 
     trains: bool
-    exchange: options.Exchange
+    exchange: topology.Exchange
     gamma: float | None = None
 
 

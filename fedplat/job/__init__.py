@@ -8,7 +8,6 @@ its value and the expected values, and suggests similar names.
 
 from __future__ import annotations
 
-from fedplat.job.pool import PoolOptions, ServerLearning, ServerStep, WarmStart
 from fedplat.job.privacy import build_mechanism, calibrate, charges, find_mechanism, find_mechanism_of, plan_charge
 from fedplat.job.rule import build_rule, build_secure_rule
 from fedplat.job.sections import (
@@ -38,6 +37,7 @@ from fedplat.job.spec import (
     read_newer,
     warnings,
 )
+from fedplat.job.tables import PoolOptions, ServerLearning, ServerStep, WarmStart
 
 __all__ = [
     "Adaptive",

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from fedplat import aggregate, codecs, modes, sampling
-from fedplat.aggregate import feddyn, scaffold
-from fedplat.aggregate.easgd import NAME as EASGD
+from fedplat.aggregate import drift
+from fedplat.aggregate.drift import EASGD
 from fedplat.config.plugins import build_checked, has_absent, name_of
 from fedplat.errors import JobFileError
-from fedplat.job import combinations, elastic_checks, gossip_checks, privacy_checks, secure_checks
+from fedplat.job import combinations, part_checks
 from fedplat.job.combinations import CYCLIC, DISTILL, STALE_SYNCHRONOUS, find_contrary
-from fedplat.job.pool import PoolOptions, ServerStep
-from fedplat.job.secure_checks import RULES_ON_MEAN
-from fedplat.job.tables import JobTables
+from fedplat.job.part_checks import RULES_ON_MEAN
+from fedplat.job.tables import JobTables, PoolOptions, ServerStep
 
 NO_PRIVACY = (
     "privacy: the ServerApp reads the replies of single clients, so no guarantee would hold; expected no table "
@@ -31,7 +30,7 @@ def check(spec: JobTables) -> None:
     _check_rule(spec, build_checked(spec.aggregation, aggregate.Rule, "aggregation.rule"))
     _check_other_plugins(spec)
     if spec.secure_aggregation is not None:
-        secure_checks.check_secure(spec, spec.secure_aggregation)
+        part_checks.check_secure(spec, spec.secure_aggregation)
     if spec.robust is not None:
         _check_robust(spec, spec.robust)
     if spec.buffered is not None:
@@ -39,7 +38,7 @@ def check(spec: JobTables) -> None:
     if isinstance(spec.mode, modes.Cyclic):
         _check_cyclic(spec)
     if spec.privacy is not None:
-        privacy_checks.check_privacy(spec, spec.privacy)
+        part_checks.check_privacy(spec, spec.privacy)
     if spec.pool is not None and "durability" in find_contrary(spec, "pool"):
         raise ValueError('pool: its ranks read the updates from the spool; expected durability = "spool"')
     if spec.server_step is not None:
@@ -55,7 +54,7 @@ def check_halves(spec: JobTables) -> None:
     Stored jobs are read without this check, and a rule of a plugin may be a half that its author has not named.
     """
     algorithm, rule = spec.config.get("algorithm"), name_of(spec.aggregation)
-    if algorithm in (feddyn.NAME, scaffold.NAME) and rule != algorithm and rule in aggregate.RULES:
+    if algorithm in (drift.FEDDYN, drift.SCAFFOLD) and rule != algorithm and rule in aggregate.RULES:
         raise JobFileError(
             f'config.algorithm = "{algorithm}": this is the clients\' half of an algorithm, and the rule "{rule}" is '
             f'not the server\'s; expected [aggregation] rule = "{algorithm}" with num_clients, the size of the '
@@ -66,7 +65,7 @@ def check_halves(spec: JobTables) -> None:
 def _check_owner(spec: JobTables) -> None:
     """Check a job in which silos or a Flower app do what a server does in others."""
     if spec.gossip is not None:
-        gossip_checks.check_gossip(spec, spec.gossip)
+        part_checks.check_gossip(spec, spec.gossip)
     if spec.flower is not None:
         _check_flower(spec)
 
@@ -84,7 +83,7 @@ def _check_rule(spec: JobTables, rule: aggregate.Rule) -> None:
             f'"{algorithm}"'
         )
     if algorithm == EASGD:
-        elastic_checks.check_elastic(spec)
+        part_checks.check_elastic(spec)
     elif spec.config.get("algorithm") == EASGD:
         raise ValueError(
             f'config.algorithm = "{EASGD}": clients report what they exchange with the centre, and the rule "{name}" '

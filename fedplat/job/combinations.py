@@ -13,7 +13,7 @@ from typing import Final
 
 from msgspec import NODEFAULT, Struct, structs
 
-from fedplat.aggregate.easgd import NAME as _EASGD
+from fedplat.aggregate.drift import EASGD as _EASGD
 from fedplat.config.plugins import name_of
 from fedplat.job.tables import JobTables
 

@@ -22,7 +22,7 @@ from fedplat.job.spec import JobSpec
 from fedplat.privacy import Charge, Mechanism, Privacy, accounting
 from fedplat.privacy.accounting import epsilon, epsilon_rdp, epsilons, max_releases
 from fedplat.privacy.losses import FINE, ROUGH, Precision
-from fedplat.privacy.releases import describe_adjacency
+from fedplat.privacy.options import describe_adjacency
 from fedplat.sampling import Poisson
 
 PARTS_OF_ROUNDS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)

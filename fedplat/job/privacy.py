@@ -10,13 +10,13 @@ from typing import Any
 from msgspec import structs
 
 from fedplat import errors, privacy
-from fedplat.aggregate.private import Release
+from fedplat.aggregate.clipping import Release
 from fedplat.job import secure
 from fedplat.job.spec import JobSpec
 from fedplat.privacy import accounting
 from fedplat.privacy.losses import FINE, Precision
 from fedplat.sampling import Poisson
-from fedplat.sampling.poisson import OVERFLOW
+from fedplat.sampling.policies import OVERFLOW
 
 
 def calibrate(spec: JobSpec) -> JobSpec:

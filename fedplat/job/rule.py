@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from fedplat import aggregate, codecs, errors, model, privacy
-from fedplat.aggregate import private
+from fedplat.aggregate import clipping
 from fedplat.config import plugins, user_code
 from fedplat.job import secure
 from fedplat.job.privacy import build_release, calibrate
@@ -34,7 +34,7 @@ def build_rule(
             rule = spec.robust.build(seed)(rule)
     rule = aggregate.average_statistics(spec.updates.clip(rule))
     if (release := build_release(spec)) is not None:
-        rule = private.privatize(release, noise)(rule)
+        rule = clipping.privatize(release, noise)(rule)
         requirements = dataclasses.replace(rule.requirements, misfit=_refuse_statistics(rule.requirements.misfit))
         rule = dataclasses.replace(rule, requirements=requirements)
     return _compress_step(spec, rule, seed, keep_step)

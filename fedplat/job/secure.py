@@ -11,9 +11,10 @@ import numpy as np
 
 from fedplat import errors, model
 from fedplat.job.tables import JobTables
-from fedplat.privacy import Privacy, skellam
+from fedplat.privacy import Privacy
+from fedplat.privacy.noise import HEADROOM, fit_norm, least_sensitivity, rounded_sensitivity
 from fedplat.secure_aggregation.encoding import Decoded
-from fedplat.secure_aggregation.options import MIN_GROUP, SecureAggregation
+from fedplat.secure_aggregation.messages import MIN_GROUP, SecureAggregation
 from fedplat.secure_aggregation.setup import EXTRAS_LEVELS, Encoding, LocalNoise, Setup, digest_task
 
 MAX_INFLATION = 2.0
@@ -81,8 +82,8 @@ def _local_noise(spec: JobTables, privacy: Privacy, size: int) -> LocalNoise:
         raise errors.SecureAggregationError("the job's noise was not calibrated, so no client can add its part")
     modulus, fewest, most = require_secure(spec).modulus, group_minimum(spec), group_maximum(spec)
     factor = _variance_factor(spec, privacy.noise_multiplier)
-    norm = skellam.fit_norm(_levels(spec), size, modulus, most, factor)
-    sensitivity = skellam.rounded_sensitivity(norm, size)
+    norm = fit_norm(_levels(spec), size, modulus, most, factor)
+    sensitivity = rounded_sensitivity(norm, size)
     if norm < 1.0 or sensitivity > MAX_INFLATION * norm:
         key = "modulus" if norm < _levels(spec) else "bits"
         raise errors.SecureAggregationError(
@@ -113,7 +114,7 @@ def _metrics_scale(spec: JobTables, privacy: Privacy) -> int:
         return EXTRAS_LEVELS
     deviation = math.sqrt(_variance_factor(spec, privacy.metrics.noise_multiplier) * len(privacy.metrics.bounds))
     room = 2.0 ** (require_secure(spec).modulus - 1) - 1.0
-    return min(EXTRAS_LEVELS, int(room / (group_maximum(spec) + 2.0 * skellam.HEADROOM * deviation)))
+    return min(EXTRAS_LEVELS, int(room / (group_maximum(spec) + 2.0 * HEADROOM * deviation)))
 
 
 def least_steps(spec: JobTables, multiplier: float) -> float:
@@ -124,7 +125,7 @@ def least_steps(spec: JobTables, multiplier: float) -> float:
     """
     assert spec.privacy is not None
     modulus, metrics = require_secure(spec).modulus, spec.privacy.metrics
-    steps = skellam.least_sensitivity(_levels(spec), modulus, group_maximum(spec), _variance_factor(spec, multiplier))
+    steps = least_sensitivity(_levels(spec), modulus, group_maximum(spec), _variance_factor(spec, multiplier))
     if metrics is not None:
         steps = min(steps, _metrics_scale(spec, spec.privacy) * math.sqrt(len(metrics.bounds)))
     if steps < 1.0:

@@ -1,4 +1,4 @@
-"""A training job as a whole: its tables, also those of a newer release, and warnings about unusual settings.
+"""A training job as a whole: its tables, also those of a newer release, warnings, and its initial model's tied weights.
 
 While the daemons of a server are replaced one by one, an older one may take over and find a job that needs the newer
 release. It pauses that job with the reason, and runs the others.
@@ -7,18 +7,20 @@ release. It pauses that job with the reason, and runs the others.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from msgspec import structs
 
-from fedplat import aggregate, errors
+from fedplat import aggregate, codecs, errors
 from fedplat.config import plugin_objects, toml
 from fedplat.config.plugins import BUILTIN, Plugins, build_checked, has_absent, name_of
 from fedplat.config.toml_text import write_toml
-from fedplat.job import checks, copies, sections, tables
-from fedplat.model import Parameters
+from fedplat.job import checks, sections, tables
+from fedplat.job.tables import JobTables
+from fedplat.model import FLOATING, Parameters
 from fedplat.privacy import Privacy
 
 
@@ -141,7 +143,7 @@ def warnings(spec: JobSpec, model: Parameters | None = None) -> list[str]:
     """Return a warning for each setting that lets one client dominate a job, or does not suit its initial model."""
     found = describe_algorithm(spec)
     if model is not None:
-        found += [*describe_coarse_steps(spec, model), *copies.describe_copies(spec, model)]
+        found += [*describe_coarse_steps(spec, model), *describe_copies(spec, model)]
     updates = spec.updates
     if spec.flower is not None or spec.secure_aggregation is not None or spec.gossip is not None:
         # Its strategy decides what an update may weigh, clients clip and weigh theirs by at most 1, or no one sees one.
@@ -200,3 +202,58 @@ def describe_coarse_steps(spec: JobSpec, model: Parameters) -> list[str]:
 
 _USUAL_WEIGHT = 0.1
 """The size of weights, for a model of zeros."""
+
+
+_ALIKE = codecs.Plain | codecs.Bf16
+"""Codecs that decode equal entries to equal ones."""
+_MIN_ENTRIES = 64
+"""Of matrices that are compared: smaller ones may be equal by chance."""
+
+
+def describe_copies(spec: JobTables, model: Parameters) -> list[str]:
+    """Return a warning if the initial model seems to have a tied weight twice, and the job would change each by itself.
+
+    A file has no notes on tensors that are one in the module. Clients refuse the model as soon as these differ: after
+    noise, or a codec that rounds or leaves out entries. Layers that begin as copies of one another are no tied weight:
+    their names end alike, but for numbers.
+    """
+    found = _find_copies(model) if (cause := _cause(spec)) else None
+    if found is None:
+        return []
+    first, other = found
+    return [
+        f"model.initial: {first!r} and {other!r} have the same values; if they are one tied weight, {cause} makes them "
+        f"differ, and clients then refuse the model: leave {other!r} out of it, as fedplat.pytorch.convert."
+        "from_state_dict(module.state_dict()) does"
+    ]
+
+
+def _cause(spec: JobTables) -> str:
+    """Return what changes equal tensors differently; empty if nothing does."""
+    if spec.privacy is not None:
+        return "the noise of [privacy]"
+    if spec.secure_aggregation is not None:
+        return "the rounding of [secure_aggregation]"
+    options = (spec.compression.uplink, spec.compression.downlink)
+    return "the codec of [compression]" if any(not isinstance(each, _ALIKE | None) for each in options) else ""
+
+
+def _find_copies(model: Parameters) -> tuple[str, str] | None:
+    """Return the names of the first two equal matrices that may be one tied weight."""
+    first: dict[tuple[str, tuple[int, ...], bytes], list[str]] = {}
+    for tensor in model.schema.tensors:
+        if tensor.dtype not in FLOATING or len(tensor.shape) < 2 or tensor.count < _MIN_ENTRIES:
+            continue
+        values = model[tensor.name]
+        bits = np.ascontiguousarray(values.reshape(-1)[:_MIN_ENTRIES]).tobytes()
+        for name in first.setdefault((tensor.dtype, tensor.shape, bits), []):
+            if _may_be_tied(name, tensor.name) and np.array_equal(model[name], values) and values.min() != values.max():
+                return name, tensor.name
+        first[tensor.dtype, tensor.shape, bits].append(tensor.name)
+    return None
+
+
+def _may_be_tied(one: str, other: str) -> bool:
+    """Return whether names may be those of one tensor: layers.0.linear.weight and layers.1.linear.weight are not."""
+    ends = [re.sub(r"[0-9]+", "", ".".join(re.split(r"[./]", name)[-2:])) for name in (one, other)]
+    return ends[0] != ends[1] or "embed" in ends[0].casefold()

@@ -1,15 +1,21 @@
-"""A model's vector in blocks, in shards over workers, and its norm: no vector needs to fit into memory.
+"""Vectors in blocks, in shards over workers, and side by side as rows: none needs to fit into memory.
 
 A shard computes entry-wise results without the others. For a sum over all entries (a norm, inner products) each shard
 has some of the terms, and `ShardReduce` adds up the terms of all shards. Terms are sums over blocks or windows, added
 in the order of the columns, and shards begin at window boundaries, so the bits do not depend on the number of shards.
+
+Computations on all vectors of a cohort at once (a median over clients, the distances between them) read the vectors in
+lockstep. Memory is the number of rows times a window, independent of the length of the rows. Each row is read from
+beginning to end in long parts, so that even a hundred files on a hard disk are read sequentially.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol, TypeAlias, runtime_checkable
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -189,3 +195,162 @@ class _Scaled:
         scratch = np.empty(min(BLOCK, self.size), np.float32)
         for block in self._vector:
             yield np.multiply(block, self._factor, out=scratch[: block.size])
+
+
+Matrix: TypeAlias = npt.NDArray[np.float64]
+"""A small float64 matrix or vector: coefficients, inner products."""
+
+Columns: TypeAlias = npt.NDArray[np.float32]
+"""Some columns of many rows, [rows, columns]."""
+
+CHUNK = 2048
+"""Columns processed at a time: a hundred rows of this length stay in a core's cache."""
+
+_FEW_ROWS = 256
+"""Largest number of rows that are read by `WINDOW`; more are read by `BLOCK`, since windows would take gigabytes."""
+
+_ONE_THREAD = 1 << 18
+"""Multiplications up to which OpenBLAS stays in the calling thread. Matrices are multiplied in tiles of at most this
+size, so that the bits do not depend on the number of threads, and the threads of BLAS do not compete with ours (on two
+busy cores that took ten times as long)."""
+_TILE_ROWS, _TILE_COLUMNS = 32, 256
+_MIXED_COLUMNS = 64
+
+_PADDING = 16
+"""Entries between two rows in memory: rows at a distance of a power of two would share a few cache lines (sorting the
+columns of a hundred rows then takes three times as long)."""
+
+
+def allocate_rows(num_rows: int, num_columns: int, dtype: type[Any]) -> npt.NDArray[Any]:
+    """Allocate uninitialized memory for rows side by side, [num_rows, num_columns]."""
+    return np.empty((num_rows, num_columns + _PADDING), dtype)[:, :num_columns]
+
+
+def gram(rows: Sequence[Blocks], reduce_shards: ShardReduce = single_shard) -> Matrix:
+    """Compute the inner products of all pairs of rows, [rows, rows], in one pass.
+
+    They are float64: the error of a distance computed from them is about 1e-8 of the rows' norms, no more than the
+    float32 rounding of the rows. The bits are the same on the same machine for any number of threads; another processor
+    may differ in the last bits. If the rows belong to a shard, `reduce_shards` adds the products of the other shards.
+    """
+    zero = np.zeros((len(rows), len(rows)))
+    with _pool() as pool:
+        lower = reduce_shards(zero, _window_products(rows, zero, pool))
+    return lower + np.tril(lower, -1).T
+
+
+def each_column(rows: Sequence[Blocks], combine: Callable[[Columns], Vector], mixing: Matrix | None = None) -> Vector:
+    """Apply `combine` to the columns in one pass: it maps [rows, n] to [n], for any n, column by column.
+
+    With `mixing`, [m, rows], `combine` receives the m weighted sums of the rows instead, computed in float32, with bits
+    that are as reproducible as those of `gram`. It is called in several threads.
+    """
+    factors = None if mixing is None else mixing.astype(np.float32)
+    size = rows[0].size
+    result, start = np.empty(size, np.float32), 0
+    with _pool() as pool:
+        for part in _read_columns(rows, pool):
+
+            def compute(chunk: slice, part: Columns = part, start: int = start) -> None:
+                values = part[:, chunk] if factors is None else _combine(factors, part[:, chunk])
+                result[start + chunk.start : start + chunk.stop] = combine(values)
+
+            _run_all(pool, compute, blocks(part.shape[1], CHUNK))
+            start += part.shape[1]
+    assert start == size
+    return result
+
+
+def weighted_sum(rows: Sequence[Blocks], coefficients: Matrix) -> Vector:
+    """Compute the sum of coefficient times row in float64; rows with coefficient 0 are not read.
+
+    The same bits on every machine. A result beyond the range of float32 becomes infinite, without a warning.
+    """
+    [chosen] = np.nonzero(coefficients)
+    if not chosen.size:
+        return np.zeros(rows[0].size, np.float32)
+    factors = coefficients[chosen].tolist()
+
+    def combine(columns: Columns) -> Vector:
+        total, product = np.zeros(columns.shape[1]), np.empty(columns.shape[1])
+        for factor, row in zip(factors, columns, strict=True):
+            np.multiply(row, factor, out=product)
+            total += product
+        with np.errstate(over="ignore"):
+            return total.astype(np.float32)
+
+    return each_column([rows[index] for index in chosen.tolist()], combine)
+
+
+def _read_columns(rows: Sequence[Blocks], pool: Executor) -> Iterator[Columns]:
+    """Yield the columns of the rows in order, a window or a block at a time; valid until the next are drawn."""
+    wide = [row for row in rows if isinstance(row, Windowed)]
+    if len(wide) == len(rows) <= _FEW_ROWS:
+        length, readers = WINDOW, [row.windows() for row in wide]
+    else:
+        length, readers = BLOCK, [iter(row) for row in rows]
+    size = rows[0].size
+    matrix = allocate_rows(len(rows), min(length, size), np.float32)
+    for part in blocks(size, length):
+        columns = matrix[:, : part.stop - part.start]
+
+        def read(index: int, columns: Columns = columns) -> None:
+            columns[index] = next(readers[index])
+
+        _run_all(pool, read, range(len(rows)))
+        yield columns
+
+
+def _window_products(rows: Sequence[Blocks], zero: Matrix, pool: Executor) -> Iterator[Matrix]:
+    """Yield the products of each window of the rows, separately because a shard may begin at any window."""
+    total, end = zero.copy(), 0
+    for part in _read_columns(rows, pool):
+        for products in pool.map(_products, (part[:, chunk] for chunk in blocks(part.shape[1], CHUNK))):
+            total += products  # `map` keeps the order, so the sum does not depend on the threads
+        end += part.shape[1]
+        if end % WINDOW == 0 or end == rows[0].size:
+            yield total
+            total = zero.copy()
+
+
+def _products(columns: Columns) -> Matrix:
+    """Return the inner products of rows of a few columns: the lower triangle with the diagonal."""
+    tiles = _tiles(columns, _TILE_COLUMNS, np.float64)
+    products = np.zeros((len(columns), len(columns)))
+    for left in blocks(len(columns), _TILE_ROWS):
+        for right in blocks(left.stop, _TILE_ROWS):
+            products[left, right] = np.matmul(tiles[:, left], tiles[:, right].transpose(0, 2, 1)).sum(axis=0)
+    return np.tril(products)
+
+
+def _combine(factors: Columns, columns: Columns) -> Columns:
+    """Return weighted sums of rows of a few columns."""
+    tiles = _tiles(columns, _MIXED_COLUMNS, np.float32)
+    num_tiles, num_rows, _ = tiles.shape
+    mixed = np.empty((len(factors), num_tiles * _MIXED_COLUMNS), np.float32)
+    by_tile = mixed.reshape(len(factors), num_tiles, _MIXED_COLUMNS).transpose(1, 0, 2)
+    for group in blocks(len(factors), max(1, _ONE_THREAD // (_MIXED_COLUMNS * num_rows))):
+        np.matmul(factors[group], tiles, out=by_tile[:, group])
+    return mixed[:, : columns.shape[1]]
+
+
+def _tiles(columns: Columns, length: int, dtype: type[Any]) -> npt.NDArray[Any]:
+    """Return the columns in groups of `length`, padded with zeros: [groups, rows, length]."""
+    num_rows, count = columns.shape
+    width = -(-count // length) * length
+    filled = allocate_rows(num_rows, width, dtype)
+    filled[:, :count] = columns
+    filled[:, count:] = 0
+    # A view in which rows keep their distance in memory: BLAS accepts it without a copy.
+    step, item = filled.strides
+    return np.lib.stride_tricks.as_strided(filled, (width // length, num_rows, length), (length * item, step, item))
+
+
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+
+
+def _run_all(pool: Executor, function: Callable[..., None], arguments: Iterator[slice] | range) -> None:
+    """Call the function with each argument, and wait; raises the exception of the first argument that failed."""
+    for _ in pool.map(function, arguments):
+        pass

@@ -18,8 +18,19 @@ import numpy.typing as npt
 
 from fedplat.durable import rename_folder
 from fedplat.errors import DataError
-from fedplat.packed.arrow import Array, import_pyarrow, map_shard, open_shard, write_shard
-from fedplat.packed.index import ColumnType, PackedIndex, ShardFile, column_type, read_index, write_index
+from fedplat.packed.index import (
+    Array,
+    ColumnType,
+    PackedIndex,
+    ShardFile,
+    column_type,
+    import_pyarrow,
+    map_shard,
+    open_shard,
+    read_index,
+    write_index,
+    write_shard,
+)
 
 ArrayPair: TypeAlias = tuple[Array, Array]
 MAX_MAPPED = 256

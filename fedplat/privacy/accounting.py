@@ -23,8 +23,7 @@ from msgspec import Struct
 
 from fedplat.privacy import losses
 from fedplat.privacy.losses import FINE, Precision
-from fedplat.privacy.options import Privacy
-from fedplat.privacy.releases import Charge, Mechanism, describe_adjacency, tree_sensitivity
+from fedplat.privacy.options import Charge, Mechanism, Privacy, describe_adjacency, tree_sensitivity
 
 CACHED = 4096
 """Number of cached results of each kind; a private job of a server needs two per release, and two for its plan."""

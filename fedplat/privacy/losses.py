@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fedplat import errors, extras
-from fedplat.privacy import skellam
-from fedplat.privacy.releases import Mechanism
+from fedplat.privacy import noise
+from fedplat.privacy.options import Mechanism
 
 MIN_INTERVAL = 1e-6
 """The finest grid interval of privacy losses, in nats."""
@@ -171,7 +171,7 @@ def _whole_divergences(release: Mechanism) -> npt.NDArray[np.float64]:
     if release.kind == "skellam":
         # Whole numbers are at most their squares, so l1 is at most the square of l2.
         l2 = release.steps
-        return skellam.renyi_divergence(orders, l2**2, l2, (release.noise_multiplier * l2) ** 2)
+        return noise.renyi_divergence(orders, l2**2, l2, (release.noise_multiplier * l2) ** 2)
     return np.array([_sampled_divergence(release, order) for order in WHOLE_ORDERS])
 
 

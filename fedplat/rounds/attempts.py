@@ -1,6 +1,6 @@
 """The life of an attempt, as far as it is common to all kinds: it opens, gets clients and reports, and commits.
 
-`protocols` has what distinguishes the kinds; `closing` how attempts end, and `restart` how they resume after a crash.
+`protocols` has what distinguishes the kinds; `closing` how attempts end, and `interventions` how they resume.
 Pure functions: (state, event, context) to (state', commands, verdict).
 """
 

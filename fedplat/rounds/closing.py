@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from msgspec import structs
 
-from fedplat.rounds import commands, futility, influence, pacing, privacy_rules
+from fedplat.rounds import commands, influence, pacing, privacy_rules
 from fedplat.rounds.commands import (
     ACCEPTED,
     Abandon,
@@ -128,7 +128,7 @@ def _fail_for_few(job: JobState, commands: tuple[Command, ...], context: Context
     assert attempt is not None
     found, needed, outcome = attempt.num_reported, attempt.minimum, describe_counts(attempt) or "no client checked in"
     text = f"{found} of at least {needed} needed clients reported ({outcome})"
-    if privacy_rules.disclosure_of(job.spec).shows_clients and (why := futility.describe(attempt)):
+    if privacy_rules.disclosure_of(job.spec).shows_clients and (why := pacing.describe_futility(attempt)):
         text += f"; {why}"
     if culprits := influence.describe_outliers(attempt):
         text += f"; dropped as outliers: {culprits}"
@@ -238,7 +238,7 @@ def fail_attempt(job: JobState, text: str, context: Context, *, is_lasting: bool
     """Abandon the attempt and back off, unless attempts of its kind are not retried.
 
     After `retry.pause_after` attempts in a row whose cause `is_lasting`, or lies with the clients
-    (`futility.count`), the job is paused instead: each of them costs the clients a training.
+    (`pacing.count_futile`), the job is paused instead: each of them costs the clients a training.
     """
     attempt = job.open_attempt
     assert attempt is not None
@@ -247,15 +247,15 @@ def fail_attempt(job: JobState, text: str, context: Context, *, is_lasting: bool
         return Transition(*abandon(job, Reason.ATTEMPT_ABANDONED, text, context))
     after, commands = abandon_all(job, Reason.ATTEMPT_ABANDONED, text, context)
     failures, retry = job.failures + 1, job.spec.retry
-    futile = futility.count(job, attempt, is_lasting=is_lasting)
+    futile = pacing.count_futile(job, attempt, is_lasting=is_lasting)
     after = structs.replace(after, failures=failures, futile=futile)
     if job.status is not JobStatus.RUNNING:  # it was paused while the version was written
         return Transition(after, commands)
     if retry.max_attempts and failures >= retry.max_attempts:
         reason = f"{protocol.describe(job, attempt)} failed {format_count(failures, 'time')}; last failure: {text}"
         return Transition(set_status(after, JobStatus.FAILED, reason), commands)
-    if futility.gives_up(after):
-        reason = futility.describe_pause(after, protocol.describe(job, attempt), text)
+    if pacing.gives_up(after):
+        reason = pacing.describe_pause(after, protocol.describe(job, attempt), text)
         return Transition(set_status(after, JobStatus.PAUSED, reason), commands)
     wait = pacing.backoff_s(retry, failures, context.rng)
     reason = f"{protocol.describe(job, attempt)} attempt {attempt.key.number} was abandoned: {text}; retrying"

@@ -24,6 +24,7 @@ from fedplat.errors import FedplatError
 from fedplat.rounds import attempts, dispatch, pacing, privacy_rules, selection
 from fedplat.rounds.changes import Change, difference
 from fedplat.rounds.commands import ACCEPTED, Assign, Command, Context, Refuse, Transition, Verdict
+from fedplat.rounds.demand import Participation, ParticipationHistory, participations_of
 from fedplat.rounds.events import (
     AssignmentFailed,
     AssignmentReclaimed,
@@ -38,7 +39,6 @@ from fedplat.rounds.events import (
     ServerRestarted,
     TimerFired,
 )
-from fedplat.rounds.participation import Participation, ParticipationHistory, participations_of
 from fedplat.rounds.protocols.base import training_of
 from fedplat.rounds.records import Assignment, AttemptKey, JobState
 from fedplat.rounds.selection import Reservations, WaitingRoom

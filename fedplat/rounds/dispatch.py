@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fedplat.rounds import attempts, commands, events, operators, records, restart
+from fedplat.rounds import attempts, commands, events, interventions, records
 from fedplat.rounds.protocols.base import Handler, protocol_of, training_of
 from fedplat.rounds.protocols.registry import OF_EVENTS
 
@@ -30,10 +30,10 @@ def advance(job: records.JobState, context: commands.Context) -> commands.Transi
 
 
 COMMON: Mapping[type[Any], Handler] = {
-    events.OperatorCommand: operators.on_operator,
-    events.SpecChanged: operators.on_changed,
-    events.RollbackOrdered: operators.on_rollback,
-    events.ServerRestarted: restart.on_restart,
+    events.OperatorCommand: interventions.on_operator,
+    events.SpecChanged: interventions.on_changed,
+    events.RollbackOrdered: interventions.on_rollback,
+    events.ServerRestarted: interventions.on_restart,
     events.CandidatesDrawn: attempts.on_candidates,
     events.AssignmentReclaimed: attempts.on_reclaimed,
     events.UploadStarted: attempts.on_upload_started,

@@ -19,8 +19,8 @@ import numpy as np
 
 from fedplat import sampling
 from fedplat.config import label_expressions
-from fedplat.rounds import participation, states
-from fedplat.rounds.demand import Demand, EligibleClients
+from fedplat.rounds import states
+from fedplat.rounds.demand import Demand, EligibleClients, ParticipationHistory
 from fedplat.rounds.events import CandidatesDrawn, ClientCheckedIn
 from fedplat.rounds.protocols.base import protocol_of, training_of
 from fedplat.rounds.records import Attempt, AttemptKey, JobState
@@ -154,7 +154,7 @@ class WaitingRoom:
         """Return whether a client has declined a job in its present session."""
         return self._declined.get(job_id, {}).get(client.client_id) == client.session
 
-    def follow(self, job: JobState, history: participation.ParticipationHistory | None) -> None:
+    def follow(self, job: JobState, history: ParticipationHistory | None) -> None:
         """Update what a job demands, and discard the eligible clients of a job that does not run."""
         demand, job_id = make_demand(job), job.job_id
         if job.status is not states.JobStatus.RUNNING:
@@ -170,7 +170,7 @@ class WaitingRoom:
             self.demands[job_id] = demand
             self._prepare(demand, history)
 
-    def undo(self, job: JobState, history: participation.ParticipationHistory | None) -> None:
+    def undo(self, job: JobState, history: ParticipationHistory | None) -> None:
         """Restore what a job demands after a batch was lost: the clients drawn in it no longer take part."""
         for kind in states.AttemptKind:
             if (eligible := self._eligible.get((job.job_id, kind))) is not None:
@@ -252,7 +252,7 @@ class WaitingRoom:
     def _eligible_for(self, job_id: str) -> EligibleClients:
         return self._eligible[job_id, self.demands[job_id].kind]
 
-    def _prepare(self, demand: Demand, history: participation.ParticipationHistory | None) -> None:
+    def _prepare(self, demand: Demand, history: ParticipationHistory | None) -> None:
         """Prepare the eligible clients of a demand; rebuild them if a lost batch had advanced them too far."""
         name = (demand.key.job_id, demand.kind)
         eligible = self._eligible.get(name)

@@ -1,7 +1,7 @@
 """Sampling policies: they draw the cohort of an attempt from the eligible clients.
 
-`candidates.py` defines the input of a policy. Each policy is one file with a frozen options record (the table
-`[selection.sampling]` of a job file) and its pure method `draw(candidates, count, rng)`. `docs/contributing.md` has the
+`candidates.py` defines the input of a policy. Each policy is a frozen options record (the table
+`[selection.sampling]` of a job file) with a pure method `draw(candidates, count, rng)`. `docs/contributing.md` has the
 steps to add one.
 
 A policy that `remembers` uses the clients' history, which the coordinator keeps only for such policies. If `is_trial`
@@ -22,11 +22,7 @@ from fedplat.config import user_code
 from fedplat.config.plugins import Kind, by_name, define, name_of
 from fedplat.errors import PluginError
 from fedplat.sampling.candidates import BasePolicy, Candidates, ClientHistory, Labels
-from fedplat.sampling.oort import Oort
-from fedplat.sampling.poisson import Poisson
-from fedplat.sampling.stratified import Stratified
-from fedplat.sampling.uniform import Uniform
-from fedplat.sampling.weighted import Weighted
+from fedplat.sampling.policies import Oort, Poisson, Stratified, Uniform, Weighted
 
 
 @runtime_checkable

@@ -25,12 +25,12 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from fedplat.codecs import codec, packing
-from fedplat.codecs.hadamard import hadamard
+from fedplat.codecs import codec, quantize
+from fedplat.codecs.eden import hadamard
 from fedplat.errors import CodecError, SecureAggregationError
 from fedplat.model import Vector, VectorBlocks, blocks
 from fedplat.model.blocks import l2_norm
-from fedplat.privacy import skellam
+from fedplat.privacy import noise
 from fedplat.privacy.noise import KEY_BYTES, KeyStream
 from fedplat.secure_aggregation.setup import Encoding, Setup
 
@@ -137,7 +137,7 @@ def _map_metrics(encoding: Encoding, metrics: Mapping[str, float]) -> Iterator[f
 def _round_rotated(encoding: Encoding, vector: Vector, stream: KeyStream, out: npt.NDArray[np.int32]) -> None:
     """Rotate a vector in place, and round it until its norm is within `Encoding.sensitivity`.
 
-    Each attempt succeeds with a probability of at least 1 - `skellam.BETA`, and in practice of nearly 1.
+    Each attempt succeeds with a probability of at least 1 - `noise.BETA`, and in practice of nearly 1.
     """
     rotate(vector)
     norm = l2_norm(VectorBlocks(vector))
@@ -169,7 +169,7 @@ def _round(
 def _add_noise(stream: KeyStream, variance: float, encoded: Encoded) -> None:
     for block in blocks(encoded.size):
         part = encoded[block]
-        part += skellam.draw(stream, variance, part.size).astype(np.uint32)  # negative numbers wrap around
+        part += noise.draw_skellam(stream, variance, part.size).astype(np.uint32)  # negative numbers wrap around
 
 
 def file_bytes(setup: Setup) -> int:
@@ -187,7 +187,7 @@ def write_file(setup: Setup, masked: Encoded) -> Iterator[bytes]:
         columns = np.ascontiguousarray(masked[block], "<u4").view(np.uint8).reshape(-1, 4)
         yield columns[:, :whole].tobytes()
         if rest:
-            yield packing.pack(columns[:, whole] & np.uint8(2**rest - 1), rest)
+            yield quantize.pack(columns[:, whole] & np.uint8(2**rest - 1), rest)
 
 
 def check_file(path: Path, setup: Setup) -> None:
@@ -215,7 +215,7 @@ def _header(setup: Setup) -> bytes:
 
 def _entries_bytes(count: int, modulus: int) -> int:
     whole, rest = divmod(modulus, 8)
-    return whole * count + (packing.packed_bytes(count, rest) if rest else 0)
+    return whole * count + (quantize.packed_bytes(count, rest) if rest else 0)
 
 
 def _open(file: IO[bytes], setup: Setup) -> None:
@@ -239,7 +239,7 @@ def _read(file: IO[bytes], count: int, modulus: int) -> Encoded:
     columns[:, :whole] = np.frombuffer(content, np.uint8, whole * count).reshape(count, whole)
     if rest:
         try:
-            columns[:, whole] = packing.unpack(codec.PlainSource(memoryview(content)[whole * count :]), count, rest)
+            columns[:, whole] = quantize.unpack(codec.PlainSource(memoryview(content)[whole * count :]), count, rest)
         except CodecError as exc:
             raise SecureAggregationError(f"the masked update is invalid: {exc}") from exc
     return columns.view("<u4").reshape(-1)

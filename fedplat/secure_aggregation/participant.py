@@ -19,11 +19,9 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from fedplat.errors import SecureAggregationError
-from fedplat.secure_aggregation import masks, messages, shamir
-from fedplat.secure_aggregation.channel import ShareLink, SharePair
-from fedplat.secure_aggregation.graph import Graph
-from fedplat.secure_aggregation.primitives import KeyPair, check_public_key, is_signature
-from fedplat.secure_aggregation.setup import Setup, keys_payload, survivors_payload
+from fedplat.secure_aggregation import messages, primitives, shamir
+from fedplat.secure_aggregation.primitives import KeyPair, ShareLink, SharePair, check_public_key, is_signature
+from fedplat.secure_aggregation.setup import Graph, Setup, keys_payload, survivors_payload
 
 
 class ParticipantLimits(Struct, frozen=True, forbid_unknown_fields=True):
@@ -130,7 +128,7 @@ class Participant:
         """Return encrypted shares of this client's secrets for its neighbours on a roster (`SealedShares`)."""
         return self._once("roster", roster, self._share)
 
-    def mask(self, held: bytes, vector: masks.Vector) -> None:
+    def mask(self, held: bytes, vector: primitives.Vector) -> None:
         """Add this client's masks to its vector, in place, and open the shares that it holds (`HeldShares`).
 
         A vector is masked once only: the difference of two vectors under the same masks is the difference of both.
@@ -151,13 +149,13 @@ class Participant:
                 f"only {len(opened)} of {len(sealed)} clients' shares are for this client, in this attempt and with "
                 f"this roster; expected {place.graph.threshold - 1}: the server may have told them something else"
             )
-        added = [masks.derive_own_key(secrets.seed, place.context, place.position)]
+        added = [primitives.derive_own_key(secrets.seed, place.context, place.position)]
         subtracted: list[bytes] = []
         for peer in sealed:
             pair = (place.position, peer)
-            key = masks.derive_pair_key(secrets.masking, place.keys_of(peer).masking_key, place.context, pair)
+            key = primitives.derive_pair_key(secrets.masking, place.keys_of(peer).masking_key, place.context, pair)
             (added if peer > place.position else subtracted).append(key)
-        masks.apply_masks(vector, self._setup.encoding.modulus, added, subtracted)
+        primitives.apply_masks(vector, self._setup.encoding.modulus, added, subtracted)
         self._senders, self._held, self._secrets = frozenset(sealed), opened, None
 
     def confirm(self, survivors: bytes) -> bytes:
@@ -205,7 +203,7 @@ class Participant:
             )
             for holder in place.neighbours
         }
-        commitment = masks.commit_seed(secrets.seed, place.context, place.position)
+        commitment = primitives.commit_seed(secrets.seed, place.context, place.position)
         self._place = place
         self._own_shares = SharePair(seed_shares[place.position], key_shares[place.position])
         return messages.SealedShares(sealed, commitment).to_bytes()
@@ -253,9 +251,9 @@ class Participant:
                 f"{limits.min_threshold:g} of them, and more than half"
             )
 
-    def _check_vector(self, vector: masks.Vector) -> None:
+    def _check_vector(self, vector: primitives.Vector) -> None:
         encoding = self._setup.encoding
-        masks.check_vector(vector, encoding.modulus)
+        primitives.check_vector(vector, encoding.modulus)
         if len(vector) != encoding.length:
             raise SecureAggregationError(f"the vector has {len(vector)} entries; expected {encoding.length}")
         if int(np.max(vector)) >> encoding.modulus:

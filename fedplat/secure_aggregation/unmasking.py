@@ -11,8 +11,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from fedplat.errors import SecureAggregationError
-from fedplat.secure_aggregation import masks, primitives, shamir
-from fedplat.secure_aggregation.graph import Graph
+from fedplat.secure_aggregation import primitives, shamir
 from fedplat.secure_aggregation.messages import (
     Confirmation,
     HeldShares,
@@ -25,7 +24,7 @@ from fedplat.secure_aggregation.messages import (
     UnmaskAnswer,
     UnmaskRequest,
 )
-from fedplat.secure_aggregation.setup import Setup, keys_payload, survivors_payload
+from fedplat.secure_aggregation.setup import Graph, Setup, keys_payload, survivors_payload
 
 _MAX_SEARCH = 1_000_000
 """Bound on the work of a search for right shares, in multiplications: less than a second."""
@@ -103,7 +102,7 @@ def remove_masks(  # noqa: PLR0913 -- all messages of a group
     sent: Mapping[int, SealedShares],
     survivors: Survivors,
     answers: Mapping[int, UnmaskAnswer],
-    total: masks.Vector,
+    total: primitives.Vector,
     workers: int = 1,
 ) -> Collection[int]:
     """Remove all masks from the sum of the survivors' masked vectors, in place, and return the sources of wrong shares.
@@ -126,13 +125,13 @@ def remove_masks(  # noqa: PLR0913 -- all messages of a group
     recovery.require_all()
     for position, seed in seeds.items():
         assert seed is not None
-        subtracted.append(masks.derive_own_key(seed, recovery.context, position))
+        subtracted.append(primitives.derive_own_key(seed, recovery.context, position))
     for position, pair in pairs.items():
         assert pair is not None
         for peer in alive.intersection(recovery.graph.neighbours(position)):
-            key = masks.derive_pair_key(pair, members[peer].keys.masking_key, recovery.context, (position, peer))
+            key = primitives.derive_pair_key(pair, members[peer].keys.masking_key, recovery.context, (position, peer))
             (added if peer > position else subtracted).append(key)
-    masks.apply_masks(total, setup.encoding.modulus, added, subtracted, workers)
+    primitives.apply_masks(total, setup.encoding.modulus, added, subtracted, workers)
     return frozenset(recovery.wrong)
 
 
@@ -169,7 +168,7 @@ class _Recovery:
         return self._recover(
             position,
             lambda answer: answer.seed_shares,
-            lambda seed: masks.commit_seed(seed, self.context, position) == commitment,
+            lambda seed: primitives.commit_seed(seed, self.context, position) == commitment,
         )
 
     def recover_keys(self, position: int) -> primitives.KeyPair | None:

@@ -100,14 +100,14 @@ def execute(
     inputs = {"simulation": file.raw, "versions": versions(), "plugins": {}}
     with _quiet(shows_logs), contextlib.ExitStack() as stack:
         # After the logger is quiet, and only now: the command line needs none of it for its own mistakes.
-        from fedplat.flower import randomness
-        from fedplat.flower.client import ClientAppRunner
+        from fedplat import randomness
+        from fedplat.flower.apps import ClientAppRunner
         from fedplat.simulation.engines.client_apps import LoopAnswers, PooledAnswers
         from fedplat.simulation.federated.flower import FlowerTraining
 
         # An app's modules may look for accelerators when they are imported. This way of looking survives a fork.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-        randomness.seed(options.seed)
+        randomness.seed_generators(options.seed)
         runner = ClientAppRunner(app)
         app.load_server_app()  # before the workers are forked, which then need not import it again
         workers = min(_choose_workers(app, options.workers), fleet.num_clients)
@@ -117,7 +117,7 @@ def execute(
             else PooledAnswers(runner, fleet.num_clients, workers)
         )
         stack.enter_context(contextlib.closing(answers))
-        randomness.seed(options.seed)
+        randomness.seed_generators(options.seed)
         training = FlowerTraining(app, file.job, fleet, answers, options.seed)
         stack.enter_context(contextlib.closing(training))
 

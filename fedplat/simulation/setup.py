@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, cast
 from fedplat import aggregate, initial, job, model
 from fedplat.config.plugins import name_of
 from fedplat.errors import DataError, JobFileError, ModelError
-from fedplat.job.copies import describe_copies
-from fedplat.job.spec import describe_algorithm, describe_coarse_steps
+from fedplat.job.spec import describe_algorithm, describe_coarse_steps, describe_copies
 from fedplat.learner import ArrayLearner
 from fedplat.simulation import clients, run
 from fedplat.simulation.data import Dataset, Federation, divide, federation

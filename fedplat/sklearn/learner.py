@@ -18,10 +18,19 @@ from fedplat.errors import DataError, JobFileError, MissingExtraError, ModelErro
 from fedplat.extras import install_command
 from fedplat.learner import Config, Data, check_data
 from fedplat.model import Parameters
-from fedplat.sklearn.incremental import LinearFit, PerceptronFit
-from fedplat.sklearn.logistic import LogisticFit
-from fedplat.sklearn.problem import AfterStep, Arrays, Fit, Problem, Work
-from fedplat.sklearn.statistics import CountsFit, GaussianFit, LeastSquaresFit
+from fedplat.sklearn.estimators import (
+    AfterStep,
+    Arrays,
+    CountsFit,
+    Fit,
+    GaussianFit,
+    LeastSquaresFit,
+    LinearFit,
+    LogisticFit,
+    PerceptronFit,
+    Problem,
+    Work,
+)
 
 
 class _Supported(NamedTuple):

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from fedplat import aggregate, errors
+from fedplat.aggregate.drift import with_control
 from fedplat.aggregate.local import LossContext, LossFunction
-from fedplat.aggregate.scaffold import with_control
 from fedplat.client_state import ClientState
 from fedplat.model import Parameters
 from fedplat.pytorch import training

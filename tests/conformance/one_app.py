@@ -28,9 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from conformance import local_data
 from fedplat.errors import FedplatError, FlowerError
 from fedplat.flower.app import Config, FlowerApp, read_app
-from fedplat.flower.client import ClientAppRunner, NodeAnswer
+from fedplat.flower.apps import AppCheckpoint, ClientAppRunner, NodeAnswer, ServerAppRun
 from fedplat.flower.grid import MessageSet, NodeReply
-from fedplat.flower.server import AppCheckpoint, ServerAppRun
 from fedplat.model import Parameters
 from fedplat.simulation.flower import AppOptions, MessageSetResult, run_app
 

@@ -7,7 +7,7 @@ import socket
 import struct
 import threading
 
-from fedplat.wire import handshake
+from fedplat.wire import proxies
 
 
 def test_a_server_that_dies_during_the_handshake_leaves_no_socket_open() -> None:
@@ -24,6 +24,6 @@ def test_a_server_that_dies_during_the_handshake_leaves_no_socket_open() -> None
         thread.start()
         for _ in range(20):
             for insecure in (False, True):
-                handshake.problem(f"127.0.0.1:{server.getsockname()[1]}", insecure=insecure)
+                proxies.describe_failure(f"127.0.0.1:{server.getsockname()[1]}", insecure=insecure)
         thread.join()
     gc.collect()

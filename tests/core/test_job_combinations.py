@@ -160,15 +160,14 @@ def test_an_unknown_table_is_refused_with_everything(part: str) -> None:
 
 def test_the_reasons_are_of_pairs_that_are_refused() -> None:
     """A reason that is never given would be a mistake in the table, or a leftover."""
-    from fedplat.job import elastic_checks, gossip_checks, privacy_checks, secure_checks
+    from fedplat.job import part_checks
 
-    for part, module in {
-        GOSSIP: gossip_checks,
-        "privacy": privacy_checks,
-        "secure_aggregation": secure_checks,
-        ELASTIC: elastic_checks,
+    for part, reasons in {
+        GOSSIP: part_checks.GOSSIP_REASONS,
+        "privacy": part_checks.PRIVACY_REASONS,
+        "secure_aggregation": part_checks.SECURE_REASONS,
+        ELASTIC: part_checks.ELASTIC_REASONS,
     }.items():
-        reasons: Mapping[str, str] = module.REASONS
         assert reasons
         assert [other for other in reasons if may_combine(part, other)] == []
         assert reasons.keys() <= COMBINES.keys()

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from fedplat.job import JobSpec, parse_job
-from fedplat.job.copies import describe_copies
-from fedplat.job.spec import warnings
+from fedplat.job.spec import describe_copies, warnings
 from fedplat.model import Parameters
 from support.jobs import SMALL
 

@@ -25,7 +25,7 @@ from fedplat.job import (
     warnings,
 )
 from fedplat.model import Parameters, VectorBlocks
-from fedplat.privacy import Charge, accounting, releases, skellam
+from fedplat.privacy import Charge, accounting, noise, options
 from fedplat.privacy.accounting import cost_of_charges
 from fedplat.rounds import JobState, ModelVersion, privacy_rules
 from fedplat.rounds.protocols.base import training_of
@@ -215,15 +215,15 @@ def test_the_noise_is_that_of_the_fewest_survivors() -> None:
     assert (mechanism.kind, mechanism.separation, mechanism.max_participations) == ("skellam", 1, 0)
     assert mechanism.noise_multiplier == pytest.approx((1 / 9 + 1 / 36) ** -0.5)
     assert 1.0 < mechanism.steps <= encoding.sensitivity
-    assert releases.describe_participation(mechanism) == "fixed"
-    assert releases.adjacency(mechanism) == "zero-out"
-    assert "work together with the server" in releases.describe_not_covered(mechanism)[0]
+    assert options.describe_participation(mechanism) == "fixed"
+    assert options.adjacency(mechanism) == "zero-out"
+    assert "work together with the server" in options.describe_not_covered(mechanism)[0]
 
 
 def test_a_small_modulus_has_larger_steps_and_a_model_that_it_cannot_hold_is_refused() -> None:
     spec = private("noise_multiplier = 8", goal=100, secure="modulus = 16\nbits = 14")
     encoding = secure.build_encoding(spec, 2**20)
-    assert encoding.scale * 0.5 == pytest.approx(skellam.fit_norm(8191, 2**20, 16, 100, 64 * 100 / 80), rel=1e-12)
+    assert encoding.scale * 0.5 == pytest.approx(noise.fit_norm(8191, 2**20, 16, 100, 64 * 100 / 80), rel=1e-12)
     assert 500 < encoding.scale * 0.5 < 1000
     misfit = build_rule(spec).requirements.misfit
     assert misfit(Parameters.from_arrays({"w": np.zeros(10, np.float32)}).schema) == ""

@@ -7,7 +7,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fedplat.wire import pieces
+from fedplat.wire import messages
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 
 HEADER = fleet_pb2.UploadRequest(header=fleet_pb2.UploadHeader(token="t")).SerializeToString()
@@ -20,12 +20,12 @@ MESSAGES = st.builds(b"".join, st.tuples(HEADS, st.binary(max_size=11), st.binar
 def test_a_piece_is_the_message_that_protobuf_would_write(size: int) -> None:
     data = bytes(range(251)) * (size // 251 + 1)
     for given_as in (data[:size], bytearray(data[:size]), memoryview(data)[:size]):
-        assert pieces.frame_field(pieces.CHUNK, given_as) == (
+        assert messages.frame_field(messages.CHUNK, given_as) == (
             model_pb2.Chunk(data=data[:size]).SerializeToString() or b"\n\0"
         )
         upload = fleet_pb2.UploadRequest(data=data[:size]).SerializeToString()
-        assert pieces.frame_field(pieces.UPLOAD, given_as) == upload
-        assert pieces.unframe_field(pieces.UPLOAD, upload) == data[:size]
+        assert messages.frame_field(messages.UPLOAD, given_as) == upload
+        assert messages.unframe_field(messages.UPLOAD, upload) == data[:size]
 
 
 @given(MESSAGES)
@@ -38,7 +38,7 @@ def test_a_piece_is_the_message_that_protobuf_would_write(size: int) -> None:
 @example(b"\x12" + b"\x80" * 11)  # no length at all
 @example(b"\x12\x00" + HEADER)
 def test_what_is_read_without_protobuf_is_what_protobuf_reads(message: bytes) -> None:
-    found = pieces.unframe_field(pieces.UPLOAD, message)
+    found = messages.unframe_field(messages.UPLOAD, message)
     if found is None:
         return
     try:
@@ -49,7 +49,7 @@ def test_what_is_read_without_protobuf_is_what_protobuf_reads(message: bytes) ->
 
 
 def test_a_piece_is_not_copied() -> None:
-    message = pieces.frame_field(pieces.CHUNK, b"x" * 1000)
-    found = pieces.unframe_field(pieces.CHUNK, message)
+    message = messages.frame_field(messages.CHUNK, b"x" * 1000)
+    found = messages.unframe_field(messages.CHUNK, message)
     assert found is not None
     assert found.obj is message

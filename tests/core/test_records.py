@@ -10,7 +10,7 @@ import pytest
 from google.protobuf.message import Message
 
 from fedplat.gossip.steps import Broken, GossipSetup, Leave, SiloMessage, SiloStep
-from fedplat.wire import records
+from fedplat.wire import messages
 from fedplat.wire.v1 import gossip_pb2
 from fedplat.wire.v1.gossip_pb2 import SiloReport
 from wire import make_golden
@@ -37,17 +37,17 @@ def full(kind: Any, choice: str = "") -> bytes:
 
 @pytest.mark.parametrize(("message", "kind"), list(full_messages()))
 def test_messages_have_the_fields_of_their_records(message: Message, kind: type[msgspec.Struct]) -> None:
-    record = records.read(message, kind, LIMIT)
-    assert records.write(type(message), record) == message
+    record = messages.to_record(message, kind, LIMIT)
+    assert messages.to_message(type(message), record) == message
 
 
 def test_numbers_that_are_zero_and_what_is_unset() -> None:
     """The protocol sends neither."""
     message = SiloMessage(report=Broken(0, "c-1", 0))
-    assert records.read(records.write(gossip_pb2.SiloMessage, message), SiloMessage, LIMIT) == message
-    assert records.read(gossip_pb2.SiloMessage(), SiloMessage, LIMIT) == SiloMessage()
+    assert messages.to_record(messages.to_message(gossip_pb2.SiloMessage, message), SiloMessage, LIMIT) == message
+    assert messages.to_record(gossip_pb2.SiloMessage(), SiloMessage, LIMIT) == SiloMessage()
     step = SiloStep(instruction=Leave(), known="", round=0, remaining_s=0.0)
-    assert records.read(records.write(gossip_pb2.SiloStep, step), SiloStep, LIMIT) == step
+    assert messages.to_record(messages.to_message(gossip_pb2.SiloStep, step), SiloStep, LIMIT) == step
 
 
 @pytest.mark.parametrize(
@@ -66,4 +66,4 @@ def test_numbers_that_are_zero_and_what_is_unset() -> None:
 )
 def test_what_a_receiver_refuses(report: SiloReport, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        records.read(gossip_pb2.SiloMessage(report=report), SiloMessage, LIMIT)
+        messages.to_record(gossip_pb2.SiloMessage(report=report), SiloMessage, LIMIT)

@@ -13,7 +13,7 @@ import pytest
 from fedplat import codecs
 from fedplat.codecs.container import Format
 from fedplat.model import BLOCK, WINDOW, Blocks, ModelFile, Parameters, Vector, VectorBlocks
-from fedplat.model.rows import each_column, gram, weighted_sum
+from fedplat.model.blocks import each_column, gram, weighted_sum
 
 
 class OnlyBlocks:
@@ -91,7 +91,7 @@ PROGRAM = """
 import hashlib
 import numpy as np
 from fedplat.model import VectorBlocks
-from fedplat.model.rows import each_column, gram
+from fedplat.model.blocks import each_column, gram
 matrix = np.random.default_rng(1).normal(size=(101, 5000)).astype(np.float32)
 rows = [VectorBlocks(row) for row in matrix]
 mixing = np.random.default_rng(2).random((101, 101))

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from fedplat.admin import AdminClient
-from fedplat.aggregate.scaffold import without_control
+from fedplat.aggregate.drift import without_control
 from fedplat.cli import job_files
 from fedplat.errors import FedplatError
 from fedplat.model import Parameters

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from fedplat.aggregate import FedAvg, Scaffold
-from fedplat.aggregate.scaffold import with_control
+from fedplat.aggregate.drift import with_control
 from fedplat_server import retries
 from fedplat_server.errors import StoreUnavailableError
 from fedplat_server.training import evaluation

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from grpc import aio
 
-from fedplat.aggregate.scaffold import with_control
+from fedplat.aggregate.drift import with_control
 from fedplat.job import JobSpec
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2

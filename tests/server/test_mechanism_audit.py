@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 
 from fedplat import report_validation
-from fedplat.aggregate import Partial, Rule, State, Wrapper, private
-from fedplat.aggregate.private import Release
+from fedplat.aggregate import Partial, Rule, State, Wrapper, clipping
+from fedplat.aggregate.clipping import Release
 from fedplat.job import JobSpec, parse_job
 from fedplat.model import Parameters, Vector
 from fedplat.privacy import Noise
@@ -137,7 +137,7 @@ def by_examples_with_the_noise_of_an_equal_mean(release: Release, partial: Parti
 
 def lying(lie: Lie) -> Callable[[Release, Noise | None], Wrapper]:
     """The mechanism, but what it divides by, and its noise, follow from who has reported."""
-    honest = private.privatize
+    honest = clipping.privatize
 
     def privatized(release: Release, noise: Noise | None) -> Wrapper:
         def wrap(inner: Rule) -> Rule:
@@ -159,7 +159,7 @@ def lying(lie: Lie) -> Callable[[Release, Noise | None], Wrapper]:
 async def test_the_audit_finds_a_wrong_denominator(
     folder: Path, monkeypatch: pytest.MonkeyPatch, lie: Lie, updates: str
 ) -> None:
-    monkeypatch.setattr(private, "privatize", lying(lie))
+    monkeypatch.setattr(clipping, "privatize", lying(lie))
     spec = job("fixed", updates)
     async with daemon(folder, spec) as running:
         found = await audit(running, drop_outs(RUNS // 4))

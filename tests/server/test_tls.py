@@ -16,7 +16,7 @@ from grpc import aio
 from fedplat.admin import AdminClient
 from fedplat.admin.profile import Profile
 from fedplat.errors import ServerUnreachableError
-from fedplat.wire import handshake
+from fedplat.wire import proxies
 from fedplat_server.auth import pki_folder, tls
 from fedplat_server.auth import pki_folder as pki
 from fedplat_server.auth.pki_folder import Authority, PkiFolder, certificate_pem, key_pem
@@ -98,9 +98,9 @@ async def test_an_expired_certificate_is_named(folder: Path, folder_pki: PkiFold
 
 
 def test_neither_a_good_connection_nor_a_missing_server_has_a_problem(folder: Path) -> None:
-    assert handshake.problem("localhost:1") == ""
-    assert handshake.problem("no such host:1") == ""
-    assert handshake.problem("localhost:nonsense", insecure=True) == ""
+    assert proxies.describe_failure("localhost:1") == ""
+    assert proxies.describe_failure("no such host:1") == ""
+    assert proxies.describe_failure("localhost:nonsense", insecure=True) == ""
 
 
 # --- the status --------------------------------------------------------------------------------------------------

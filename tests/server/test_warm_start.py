@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from fedplat import step_profile
-from fedplat.aggregate.scaffold import with_control
+from fedplat.aggregate.drift import with_control
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server.verify.checker import verify

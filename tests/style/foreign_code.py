@@ -71,8 +71,7 @@ ALLOWED = {
     },
     "pickle": {
         "fedplat/testing/learners.py": "a test's own object, pickled and read in memory",
-        "fedplat/flower/attributes.py": "a strategy's state, in a file that the server wrote and no one else can write",
-        "fedplat/flower/durable.py": "how far a strategy's rounds have come, in the same file",
+        "fedplat/flower/durable.py": "a strategy's state and rounds, in a file that only the server writes",
         "fedplat/flower/grid.py": "the messages of a strategy that are on their way, in the same file",
     },
     "torch.save": {"examples/flower/digits/digits/server_app.py": "writes the model of a Flower app, and reads none"},

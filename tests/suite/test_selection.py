@@ -114,7 +114,7 @@ def graph() -> Graph:
 @pytest.mark.parametrize(
     ("changed", "test"),
     [
-        ("fedplat/aggregate/fedavg.py", "tests/core/aggregate/test_contract.py"),
+        ("fedplat/aggregate/server_optimizers.py", "tests/core/aggregate/test_contract.py"),
         ("server/fedplat_server/database/sql_retention.py", "tests/server/store/test_contract_retention.py"),
         ("server/fedplat_server/rpc/report_intake.py", "tests/server/test_report.py"),
         ("server/fedplat_server/crash_points.py", "tests/server/crash/test_matrix.py"),

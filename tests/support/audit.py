@@ -21,7 +21,7 @@ import numpy.typing as npt
 from msgspec import structs
 
 from fedplat.aggregate import Contribution, read_scalars
-from fedplat.aggregate.adaptive_clip import CLIP_NORM
+from fedplat.aggregate.clipping import CLIP_NORM
 from fedplat.job import JobSpec, build_rule, find_mechanism
 from fedplat.model import Parameters
 from fedplat.privacy import tree_sensitivity

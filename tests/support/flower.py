@@ -21,10 +21,9 @@ from flwr.serverapp import Grid
 from fedplat.errors import FedplatError
 from fedplat.flower import identity
 from fedplat.flower.app import FlowerApp, read_app
-from fedplat.flower.client import ClientAppRunner
+from fedplat.flower.apps import AppCheckpoint, ClientAppRunner, ServerAppRun
 from fedplat.flower.grid import MessageSet, NodeReply
 from fedplat.flower.identity import SERVER_NODE_ID
-from fedplat.flower.server import AppCheckpoint, ServerAppRun
 from fedplat.model import Parameters
 
 DIGITS = Path(__file__).resolve().parents[2] / "examples" / "flower" / "digits"

@@ -16,7 +16,7 @@ from fedplat.gossip.steps import SiloReport, SiloStep
 from fedplat.model import Vector
 from fedplat.secure_aggregation.primitives import KeyPair
 from fedplat.secure_aggregation.relay import RelayExchange
-from fedplat.wire import records
+from fedplat.wire import messages
 from fedplat.wire.v1 import fleet_pb2, gossip_pb2
 from support.raw_client import RawClient, digest_of
 
@@ -58,12 +58,12 @@ class RawSilo:
     async def step(self, report: SiloReport | None = None, wait_s: float = 60.0, known: str = "") -> SiloStep:
         done = steps.Progress(self.mixed_round, self.adopted_round)
         message = steps.SiloMessage(done=done, known=known, report=report)
-        return await self.send(records.write(gossip_pb2.SiloMessage, message), wait_s)
+        return await self.send(messages.to_message(gossip_pb2.SiloMessage, message), wait_s)
 
     async def send(self, message: gossip_pb2.SiloMessage, wait_s: float = 60.0) -> SiloStep:
         answer = await self.client.step(self.work.token, wait_s, gossip=message)
         assert answer.HasField("gossip"), answer
-        return records.read(answer.gossip, SiloStep, steps.MAX_STEP_BYTES)
+        return messages.to_record(answer.gossip, SiloStep, steps.MAX_STEP_BYTES)
 
     def announcement(self) -> Announcement:
         content = self.vector.tobytes()

@@ -16,7 +16,7 @@ import pytest
 
 from fedplat.model import Parameters
 from fedplat.secure_aggregation import encoding
-from fedplat.secure_aggregation.options import SecureAggregation
+from fedplat.secure_aggregation.messages import SecureAggregation
 from fedplat.secure_aggregation.setup import Encoding, LocalNoise, Setup, digest_task
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client import Client, ClientOptions, Task, TrainResult

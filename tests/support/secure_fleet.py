@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from fedplat.secure_aggregation import encoding, unmasking
-from fedplat.secure_aggregation.graph import Graph
 from fedplat.secure_aggregation.messages import (
     Confirmation,
     KeyAdvertisement,
@@ -21,7 +20,7 @@ from fedplat.secure_aggregation.messages import (
     Survivors,
     UnmaskAnswer,
 )
-from fedplat.secure_aggregation.setup import Setup
+from fedplat.secure_aggregation.setup import Graph, Setup
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from support.fake_fleet import FakeFleet
 

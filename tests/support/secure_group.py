@@ -13,18 +13,17 @@ import numpy.typing as npt
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedplat.secure_aggregation import unmasking
-from fedplat.secure_aggregation.graph import Graph
 from fedplat.secure_aggregation.messages import (
     Confirmation,
     KeyAdvertisement,
     Member,
     SealedShares,
+    SecureAggregation,
     Survivors,
     UnmaskAnswer,
 )
-from fedplat.secure_aggregation.options import SecureAggregation
 from fedplat.secure_aggregation.participant import Participant, ParticipantLimits
-from fedplat.secure_aggregation.setup import Encoding, Setup
+from fedplat.secure_aggregation.setup import Encoding, Graph, Setup
 
 NO_LIMITS = ParticipantLimits()
 Vector = npt.NDArray[np.uint32]

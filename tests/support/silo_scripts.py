@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from fedplat.gossip import steps
 from fedplat.gossip.steps import Contact, Instruction, SiloMessage, SiloReport
-from fedplat.wire import records
+from fedplat.wire import messages
 from fedplat.wire.v1 import fleet_pb2, gossip_pb2
 from fedplat_client.cancellation import StopSignal
 
@@ -54,7 +54,7 @@ class Script:
         self.changed = threading.Condition()
 
     def step(self, request: fleet_pb2.StepRequest, signal: StopSignal) -> fleet_pb2.StepResponse:
-        message = records.read(request.gossip, SiloMessage, steps.MAX_MESSAGE_BYTES)
+        message = messages.to_record(request.gossip, SiloMessage, steps.MAX_MESSAGE_BYTES)
         with self.changed, signal.attach(self._notify):
             self.requests.append(message)
             if message.report is not None:
@@ -74,7 +74,7 @@ class Script:
                 model_receivers=phase.model_receivers,
                 mean_receivers=phase.mean_receivers,
             )
-        return fleet_pb2.StepResponse(gossip=records.write(gossip_pb2.SiloStep, step))
+        return fleet_pb2.StepResponse(gossip=messages.to_message(gossip_pb2.SiloStep, step))
 
     @property
     def progress(self) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from fedplat.aggregate import FedAvg
-from fedplat.job.pool import WarmStart
+from fedplat.job.tables import WarmStart
 from fedplat.parallel import Parallel
 from fedplat.pytorch.distributed import Ranks
 from fedplat_server.workers.task_inputs import (

@@ -9,7 +9,7 @@ import grpc
 from google.protobuf.message import Message
 
 from fedplat import wire
-from fedplat.wire import pieces
+from fedplat.wire import messages
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import spans
 from fedplat_client._auth.authenticator import Access, CallCredentials
@@ -75,7 +75,7 @@ class Connection:
 
     def download(
         self, request: fleet_pb2.DownloadRequest, timeout_s: float, signal: StopSignal
-    ) -> Generator[pieces.Bytes]:
+    ) -> Generator[messages.Bytes]:
         """Yield the bytes of a model from an offset on, in pieces. Close the iterator to stop early."""
         data = request.SerializeToString()
         used = self._access.authenticate(_DOWNLOAD.path, data, signal)
@@ -90,7 +90,7 @@ class Connection:
             call.cancel()
 
     def upload(
-        self, header: fleet_pb2.UploadHeader, parts: Iterator[pieces.Bytes], timeout_s: float, signal: StopSignal
+        self, header: fleet_pb2.UploadHeader, parts: Iterator[messages.Bytes], timeout_s: float, signal: StopSignal
     ) -> int:
         """Send a header and then data; return the number of bytes that the server now has."""
         first = fleet_pb2.UploadRequest(header=header).SerializeToString()
@@ -98,7 +98,7 @@ class Connection:
         def requests() -> Iterator[bytes]:
             yield first
             for part in parts:
-                yield pieces.frame_field(pieces.UPLOAD, part)
+                yield messages.frame_field(messages.UPLOAD, part)
 
         used = self._access.authenticate(_UPLOAD.path, first, signal)
         try:

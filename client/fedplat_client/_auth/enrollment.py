@@ -12,7 +12,7 @@ from fedplat import wire
 from fedplat.codecs import CODECS
 from fedplat.config.loaded_plugins import NO_PLUGINS, LoadedPlugins
 from fedplat.secure_aggregation.setup import FEATURE
-from fedplat.wire import auth, handshake, proxies
+from fedplat.wire import auth, proxies
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client import cancellation, errors, transport
 from fedplat_client._auth import authenticator, calls
@@ -116,7 +116,7 @@ class ClientSession:
             return exc
         if not proxies.is_direct(identity.server):
             return errors.ServerUnavailableError(exc.code, proxies.explain(identity.server, exc.text), exc.retry)
-        problem = handshake.problem(identity.server, ca=identity.ca) if identity.tls else ""
+        problem = proxies.describe_failure(identity.server, ca=identity.ca) if identity.tls else ""
         text = problem or proxies.explain(identity.server, exc.text)
         return errors.ServerUnavailableError(exc.code, f"{identity.server}: {text}", exc.retry)
 

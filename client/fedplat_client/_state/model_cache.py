@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Generator
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
-from fedplat.wire import pieces
+from fedplat.wire import messages
 from fedplat_client.errors import TransferError
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -39,7 +39,7 @@ class PartialDownload:
         """SHA-256 of the content so far, hexadecimal."""
         return self._sha256.hexdigest()
 
-    def write(self, data: pieces.Bytes) -> None:
+    def write(self, data: messages.Bytes) -> None:
         """Append bytes, and hash them now, while they are in the processor's cache."""
         rest = memoryview(data)
         while rest:
@@ -56,7 +56,7 @@ class PartialDownload:
         """Close the file; its content is kept."""
         self._file.close()
 
-    def _count(self, data: pieces.Bytes) -> None:
+    def _count(self, data: messages.Bytes) -> None:
         self._sha256.update(data)
         self.size += len(data)
 

@@ -69,7 +69,7 @@ class RelaySecret(Struct, frozen=True):
 class SiloState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a silo has done in a job, and the digests of its files.
 
-    `model` is the file of its model (`fedplat.gossip.files`) and `carried` that of the entries that are not averaged.
+    `model` is the file of its model (`fedplat.gossip.mixing`) and `carried` that of the entries that are not averaged.
     `is_trained`: the model was trained and not mixed since, in the training with the id `training`. `prepared` is the
     round for which the model was made ready for neighbours: with a codec, `copy` is then the public copy and `delta`
     the step to it, which the silos `followers` can use (None: all can). `stored` are the files of neighbours in that

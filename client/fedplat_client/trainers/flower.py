@@ -17,8 +17,8 @@ from fedplat.model.schema import MESSAGE_KEY
 from fedplat_client.task import EvaluateResult, Task, TrainResult
 
 try:
+    from fedplat.flower.apps import EMPTY_STATE, ClientAppRunner, NodeAnswer
     from fedplat.flower.claims import read_claims
-    from fedplat.flower.client import EMPTY_STATE, ClientAppRunner, NodeAnswer
     from fedplat.flower.records import NUM_EXAMPLES, PackedMessage, make_request, read_reply
 except ImportError as exc:
     raise errors.MissingExtraError(

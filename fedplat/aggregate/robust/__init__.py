@@ -1,7 +1,7 @@
 """Robust aggregation: the result stays useful even if a bounded number of updates is arbitrary.
 
-Each rule is one file and wraps any rule that ends with a mean of updates, so every server optimizer can be used with
-it; pre-aggregators mix the updates first. `docs/contributing.md` has the steps to add one.
+Each rule wraps any rule that ends with a mean of updates, so every server optimizer can be used with it;
+pre-aggregators (`inputs.py`) mix the updates first. `docs/contributing.md` has the steps to add one.
 
 >>> from fedplat.aggregate import Contribution, weighted_mean
 >>> robust = Robust(rule=Median(), byzantine=1)
@@ -21,18 +21,12 @@ from typing import Annotated, Protocol, runtime_checkable
 import msgspec
 from msgspec import Meta
 
-from fedplat.aggregate import options as ranges
+from fedplat.aggregate import algebra as ranges
 from fedplat.aggregate.algebra import Wrapper
-from fedplat.aggregate.robust.bucketing import Bucketing
-from fedplat.aggregate.robust.bulyan import Bulyan
-from fedplat.aggregate.robust.centered_clipping import CenteredClipping
-from fedplat.aggregate.robust.fltrust import FLTrust
-from fedplat.aggregate.robust.geometric_median import GeometricMedian
-from fedplat.aggregate.robust.inputs import Mix, Rows
-from fedplat.aggregate.robust.krum import Krum, MultiKrum
-from fedplat.aggregate.robust.median import Median
-from fedplat.aggregate.robust.nearest import NearestNeighbours
-from fedplat.aggregate.robust.trimmed_mean import TrimmedMean
+from fedplat.aggregate.robust.inputs import Bucketing, Mix, NearestNeighbours, Rows
+from fedplat.aggregate.robust.krum import Bulyan, Krum, MultiKrum
+from fedplat.aggregate.robust.medians import GeometricMedian, Median, TrimmedMean
+from fedplat.aggregate.robust.reference import CenteredClipping, FLTrust
 from fedplat.config.plugins import Kind, by_name, define, name_of
 
 
@@ -88,7 +82,7 @@ class Robust(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Pre-aggregators that mix the updates first, in this order, such as `before = [{ name = "nearest" }]`."""
 
     def __post_init__(self) -> None:
-        ranges.check(self)
+        ranges.check_ranges(self)
         if self.before and isinstance(self.rule, FLTrust):
             raise ValueError(
                 "before = [...]: expected none with fltrust, which must identify the client of each update"

@@ -1,9 +1,16 @@
-"""The inputs of a robust rule (the updates of an attempt as rows), and the conversion of its result to a partial one.
+"""The inputs of a robust rule (the updates of an attempt as rows), and pre-aggregators, which mix them.
 
 Almost every robust rule uses only distances, or only single columns. Distances follow from the inner products of the
 rows, which take one pass over the updates; the result is a weighted sum of rows, one more pass. The inner products of
 mixed rows (the means of buckets, for instance) are M G Mᵀ, which takes no pass. So each rule of this package reads each
 update at most twice, with any pre-aggregators, in memory of a few windows.
+
+Source: Karimireddy et al. 2022, "Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing", ICLR 2022 (arXiv
+2006.09365), Algorithm 1: means of s updates differ less than the updates of clients with different data, and every
+byzantine update still affects only one mean. The last group may be smaller; its mean is over the updates that it has.
+
+Source: Allouah et al. 2023, "Fixing by Mixing: A Recipe for Optimal Byzantine ML under Heterogeneity", AISTATS 2023
+(arXiv 2302.01772), Algorithm 2. An update is its own nearest neighbour; at equal distances the first one counts.
 """
 
 from __future__ import annotations
@@ -11,13 +18,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
+from typing import Annotated
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
+from fedplat.aggregate import algebra as ranges
 from fedplat.aggregate.algebra import Contribution, Partial, Rule, Wrapper
 from fedplat.model import Blocks, Vector
-from fedplat.model.blocks import ShardReduce, single_shard
-from fedplat.model.rows import Columns, Matrix, each_column, gram, weighted_sum
+from fedplat.model.blocks import Columns, Matrix, ShardReduce, each_column, gram, single_shard, weighted_sum
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,7 +91,7 @@ class Rows:
         return weighted_sum(self.vectors, (coefficients[:, None] * self.mixing).sum(axis=0))
 
     def each_column(self, combine: Callable[[Columns], Vector]) -> Vector:
-        """Apply `combine` to the columns; see `fedplat.model.rows.each_column`."""
+        """Apply `combine` to the columns; see `fedplat.model.blocks.each_column`."""
         [used] = np.nonzero(self.mixing.any(axis=0))
         mixing = self.mixing[:, used]
         if ((mixing == 1).sum(axis=1) == 1).all() and (mixing != 0).sum() == len(mixing):  # rows as they are
@@ -146,3 +156,50 @@ def make_wrapper(reduce: Reduce, before: Mix, extra: Sequence[str] = ()) -> Wrap
         return dataclasses.replace(keep_updates(inner), gather=gather)
 
     return wrap
+
+
+class Bucketing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="bucketing"):
+    """Options of bucketing. Raises `ValueError` for a value out of range."""
+
+    size: Annotated[int, Meta(ge=1, le=1000)] = 2
+    """s, updates in a bucket; the paper has 2."""
+
+    def __post_init__(self) -> None:
+        ranges.check_ranges(self)
+
+    def rows_of(self, num_updates: int) -> int:
+        """Return the number of rows that result from `num_updates`."""
+        return -(-num_updates // self.size)
+
+    def build(self, byzantine: int, seed: int) -> Mix:
+        """Return the pre-aggregator; the seed and the order of the updates determine the buckets."""
+
+        def mix(rows: Rows) -> Rows:
+            order = np.random.default_rng(seed).permutation(len(rows))
+            factors = np.zeros((self.rows_of(len(rows)), len(rows)))
+            for number, bucket in enumerate(factors):
+                members = order[number * self.size : (number + 1) * self.size]
+                bucket[members] = 1 / len(members)
+            return rows.combine(factors)
+
+        return mix
+
+
+class NearestNeighbours(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="nearest"):
+    """Nearest-neighbour mixing, which has no options."""
+
+    def rows_of(self, num_updates: int) -> int:
+        """Return the number of rows that result from `num_updates`."""
+        return num_updates
+
+    def build(self, byzantine: int, seed: int) -> Mix:
+        """Return the pre-aggregator."""
+
+        def mix(rows: Rows) -> Rows:
+            count = len(rows) - byzantine
+            nearest = np.argsort(rows.squared_distances, axis=1, kind="stable")[:, :count]
+            factors = np.zeros((len(rows), len(rows)))
+            np.put_along_axis(factors, nearest, 1 / count, axis=1)
+            return rows.combine(factors)
+
+        return mix

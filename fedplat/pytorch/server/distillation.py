@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fedplat.client_state import ClientState
-from fedplat.job.pool import ServerStep
+from fedplat.job.tables import ServerStep
 from fedplat.model import Parameters
 from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.server.trainer import ServerTrainer

@@ -25,7 +25,7 @@ from torch import nn
 from typing_extensions import override
 
 from fedplat.errors import TrainingError
-from fedplat.job.pool import ServerLearning, WarmStart
+from fedplat.job.tables import ServerLearning, WarmStart
 from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.distributed.shared_memory import share_vector
 from fedplat.pytorch.parallel.parts import RankBatch, divide, sum_scores

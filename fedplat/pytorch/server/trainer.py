@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from fedplat import client_state, errors, texts
 from fedplat.config.decoding import prepare_type
-from fedplat.job.pool import ServerLearning
+from fedplat.job.tables import ServerLearning
 from fedplat.metrics import Metric
 from fedplat.model import Parameters
 from fedplat.parallel import Parallel

@@ -16,7 +16,7 @@ import torch
 
 from fedplat.client_state import ClientState
 from fedplat.config.decoding import prepare_type
-from fedplat.job.pool import ServerStep, WarmStart
+from fedplat.job.tables import ServerStep, WarmStart
 from fedplat.model import Parameters
 from fedplat.parallel import Parallel
 from fedplat.pytorch.distributed import Ranks

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from fedplat.rounds.invariants import attempts, histories, jobs, secure
+from fedplat.rounds.invariants import attempts, jobs
 from fedplat.rounds.invariants.records import ParticipationRounds, StoredAttempt, StoredJob, StrayHistory, Violation
 
 
@@ -57,18 +57,18 @@ CHECKS: Sequence[Check] = (
     Check("I7", StoredJob, jobs.one_open_attempt),
     Check("I7", StoredJob, jobs.open_attempts_belong_to_jobs_at_work),
     Check("I9", StoredJob, jobs.job_file_is_readable),
-    Check("secure", StoredAttempt, secure.positions_are_unique),
-    Check("secure", StoredAttempt, secure.unmasked_above_the_minimum),
-    Check("secure", StoredAttempt, secure.messages_are_removed),
+    Check("secure", StoredAttempt, attempts.positions_are_unique),
+    Check("secure", StoredAttempt, attempts.unmasked_above_the_minimum),
+    Check("secure", StoredAttempt, attempts.messages_are_removed),
     Check("I9", StoredJob, jobs.state_is_of_its_kind),
     Check("clocks", StoredJob, jobs.clocks_are_close),
     Check("gossip", StoredJob, jobs.gossip_agrees),
     Check("limits", ParticipationRounds, jobs.takes_part_seldom_enough),
-    Check("history", StoredJob, histories.of_job),
-    Check("history", StoredJob, histories.of_versions),
-    Check("history", StoredAttempt, histories.of_attempt),
-    Check("history", StoredAttempt, histories.of_assignments),
-    Check("history", StrayHistory, histories.of_nothing),
+    Check("history", StoredJob, jobs.job_history),
+    Check("history", StoredJob, jobs.version_histories),
+    Check("history", StoredAttempt, jobs.attempt_history),
+    Check("history", StoredAttempt, jobs.assignment_histories),
+    Check("history", StrayHistory, jobs.stray_histories),
 )
 """All checks of the stored state of a job."""
 

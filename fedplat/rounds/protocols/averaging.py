@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from fedplat.job import JobSpec
-from fedplat.rounds import attempts, closing, commands, demand, events, influence, restart, selection, states
+from fedplat.rounds import attempts, closing, commands, demand, events, influence, interventions, selection, states
 from fedplat.rounds.protocols.base import AttemptSizes, Ending, RoundProtocol, register
 from fedplat.rounds.records import Assignment, Attempt, JobState
 from fedplat.texts import format_count
@@ -121,7 +121,7 @@ AVERAGING = register(
         on_deadline=closing.drop_late,
         release_busy=closing.release_surplus,
         on_aggregation_failed=describe_failure,
-        resume=restart.resume,
+        resume=interventions.resume_attempt,
         deadlines=list_deadlines,
     )
 )

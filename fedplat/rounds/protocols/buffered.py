@@ -13,7 +13,7 @@ from __future__ import annotations
 from msgspec import structs
 
 from fedplat.job import JobSpec
-from fedplat.rounds import attempts, closing, commands, events, restart, selection
+from fedplat.rounds import attempts, closing, commands, events, interventions, selection
 from fedplat.rounds.commands import Command, Context, Transition
 from fedplat.rounds.demand import Demand
 from fedplat.rounds.protocols.base import Ending, RoundProtocol, register
@@ -71,9 +71,9 @@ def release_busy(job: JobState, attempt: Attempt) -> tuple[JobState, Attempt, tu
 def resume(job: JobState, attempt: Attempt, context: Context) -> Transition:
     """Continue with the busy clients although the updates in memory are lost, unless the attempt commits."""
     if job.spec.durability != "memory" or attempt.phase is AttemptPhase.COMMITTING:
-        return restart.resume(job, attempt, context)
-    job = restart.forget_updates(restart.bound_deadlines(job, context.now))
-    return restart.go_on(job, (), context)
+        return interventions.resume_attempt(job, attempt, context)
+    job = interventions.forget_updates(interventions.bound_deadlines(job, context.now))
+    return interventions.go_on(job, (), context)
 
 
 def has_carried_over(job: JobState) -> bool:

@@ -19,10 +19,10 @@ from msgspec import structs
 
 from fedplat.config.decoding import require_known
 from fedplat.gossip import coordinator as gossip
-from fedplat.gossip import messages, shares, steps
+from fedplat.gossip import messages, stated, steps
 from fedplat.gossip.state import GossipPhase, GossipRules, GossipState, state_from_builtins, state_to_builtins
 from fedplat.job import JobSpec
-from fedplat.rounds import attempts, closing, demand, futility, privacy_rules, selection, states
+from fedplat.rounds import attempts, closing, demand, pacing, privacy_rules, selection, states
 from fedplat.rounds.commands import (
     Command,
     Context,
@@ -209,7 +209,7 @@ def _step(job: JobState, event: messages.GossipEvent, context: Context) -> Trans
 
 def _explain(job: JobState, state: GossipState) -> str:
     """Return why a phase is repeated, with the reason of the silos that failed; empty if none is."""
-    why = futility.describe(job.attempt) if state.reason and job.attempt is not None else ""
+    why = pacing.describe_futility(job.attempt) if state.reason and job.attempt is not None else ""
     return f"{state.reason}; {why}" if why else state.reason
 
 
@@ -218,10 +218,10 @@ def _count_failure(after: Transition, context: Context) -> Transition:
     job, attempt = after.job, after.job.open_attempt
     if attempt is None:
         return after
-    job = structs.replace(job, futile=futility.count(job, attempt))
-    if job.status is not states.JobStatus.RUNNING or not futility.gives_up(job):
+    job = structs.replace(job, futile=pacing.count_futile(job, attempt))
+    if job.status is not states.JobStatus.RUNNING or not pacing.gives_up(job):
         return structs.replace(after, job=job)
-    text = futility.describe_pause(job, f"round {attempt.key.round}", job.reason)
+    text = pacing.describe_pause(job, f"round {attempt.key.round}", job.reason)
     ended, commands = closing.abandon_all(job, states.Reason.ATTEMPT_ABANDONED, job.reason, context)
     return Transition(
         closing.set_status(ended, states.JobStatus.PAUSED, text), after.commands + commands, after.verdict
@@ -325,7 +325,7 @@ def _commit(job: JobState, before: GossipState, context: Context) -> tuple[JobSt
     assert attempt is not None
     attempt, late = _end_late(attempt)
     weights = {each.client_id: each.weight for each in attempt.busy if each.client_id not in before.left_out}
-    weights = shares.limit_weights(weights) if before.rules.by_examples else weights
+    weights = stated.limit_weights(weights) if before.rules.by_examples else weights
     merged = [
         structs.replace(
             each,

@@ -15,7 +15,7 @@ from msgspec import structs
 from fedplat.errors import SecureAggregationError
 from fedplat.job import JobSpec
 from fedplat.job.secure import group_minimum, num_groups, require_secure
-from fedplat.rounds import attempts, changes, closing, commands, events, restart
+from fedplat.rounds import attempts, changes, closing, commands, events, interventions
 from fedplat.rounds.commands import ACCEPTED, Context, Transition, Verdict
 from fedplat.rounds.demand import Demand
 from fedplat.rounds.protocols import averaging, secure_phases
@@ -276,10 +276,10 @@ def _longest_s(job: JobState, assignment: Assignment) -> float:
 
 def _resume(job: JobState, attempt: Attempt, context: Context) -> Transition:
     """Give the steps their whole time again: clients have to reconnect."""
-    job = restart.bound_deadlines(job, context.now)
+    job = interventions.bound_deadlines(job, context.now)
     if attempt.phase is not AttemptPhase.COMMITTING and job.spec.durability != "memory":
         job = secure_phases.resume(job, context)
-    return restart.refold(job, attempt, context)
+    return interventions.refold_updates(job, attempt, context)
 
 
 SECURE = register(

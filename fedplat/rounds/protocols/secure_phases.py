@@ -19,12 +19,12 @@ from msgspec import structs
 
 from fedplat.job import JobSpec
 from fedplat.job.secure import group_minimum, num_groups, require_secure
-from fedplat.rounds import closing, commands, futility, influence
+from fedplat.rounds import closing, commands, influence, pacing
 from fedplat.rounds.commands import Command, Context, NextStep, Restart, Transition
 from fedplat.rounds.records import Assignment, Attempt, JobState, SecureMessages
 from fedplat.rounds.states import ATTEMPT_TRANSITIONS, AssignmentState, AttemptPhase, Reason, require
-from fedplat.secure_aggregation.graph import Graph
 from fedplat.secure_aggregation.messages import Survivors
+from fedplat.secure_aggregation.setup import Graph
 
 MAX_BARRED = 10_000
 """Maximum number of clients that a job bars."""
@@ -330,5 +330,5 @@ def _describe_answers(job: JobState, attempt: Attempt, did: str, field: str) -> 
 
 def _fail(job: JobState, text: str, hint: str, context: Context) -> Transition:
     assert job.attempt is not None
-    outcome, why = closing.describe_counts(job.attempt), futility.describe(job.attempt)
+    outcome, why = closing.describe_counts(job.attempt), pacing.describe_futility(job.attempt)
     return closing.fail_attempt(job, "; ".join(filter(None, (f"{text} ({outcome})", why, hint))), context)

@@ -21,10 +21,10 @@ from typing import Protocol
 import msgspec
 from typing_extensions import override
 
-from fedplat import errors, model
+from fedplat import errors, model, randomness
 from fedplat.config.decoding import prepare_type
-from fedplat.flower import identity, randomness, records
-from fedplat.flower.client import EMPTY_STATE, ClientAppRunner
+from fedplat.flower import identity, records
+from fedplat.flower.apps import EMPTY_STATE, ClientAppRunner
 from fedplat.simulation.engines import trainers, worker_pool
 
 _AT_ONCE = 16
@@ -87,7 +87,7 @@ class LoopAnswers(Answers):
 
     def __init__(self, runner: ClientAppRunner, num_clients: int) -> None:
         self._responder = _Responder(runner, num_clients)
-        self._server_states: randomness.States | None = None
+        self._server_states: randomness.GeneratorStates | None = None
 
     @override
     def publish(self, message: records.PackedMessage) -> None:
@@ -197,7 +197,7 @@ class _Responder:
         assert self.message is not None
         config = {"partition-id": task.client, "num-partitions": self._num_clients}
         state = model.Parameters.from_bytes(bytearray(task.state)) if task.state else None
-        randomness.seed(task.seed)
+        randomness.seed_generators(task.seed)
         try:
             done = self._runner.answer(self.message.copy(), task.client, config, state=state)
         except errors.FedplatError as exc:

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from fedplat import errors, model, report_validation
 from fedplat.config import label_expressions
-from fedplat.flower import claims, grid, server
+from fedplat.flower import apps, claims, grid
 from fedplat.flower.app import FlowerApp
 from fedplat.job import JobSpec, build_rule
 from fedplat.job.tables import require_flower
@@ -68,7 +68,7 @@ class FlowerTraining(TrainingModel):
         self._options = require_flower(spec)
         self._claims_rule = build_rule(spec)
         self._nodes = _Nodes(app, _find_clients(fleet, spec.selection.where), fleet.num_clients)
-        self._run = server.ServerAppRun(app, self._nodes.list)
+        self._run = apps.ServerAppRun(app, self._nodes.list)
         self._run.grid.name_node = "client {}".format
         self._run.grid.max_weight_factor = self._options.max_weight_factor
         self._sent: grid.MessageSet | None = None

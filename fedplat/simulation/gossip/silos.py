@@ -11,8 +11,8 @@ from typing_extensions import override
 
 from fedplat import codecs, job, rounds
 from fedplat.config.plugins import build_checked
-from fedplat.gossip import combine, compress, fixed_point, messages, mix
-from fedplat.gossip.files import replace_entries
+from fedplat.gossip import combine, compress, messages, mix, mixing
+from fedplat.gossip.mixing import replace_entries
 from fedplat.model import FLOATING, Parameters, Vector
 from fedplat.simulation.clients.device import DeviceAssignment
 from fedplat.simulation.clients.links import LinkOptions
@@ -142,17 +142,17 @@ class SiloModels:
 
     def largest(self, silo: int) -> float:
         """Return the largest magnitude in a silo's model."""
-        return fixed_point.find_largest(self.model_of(silo))
+        return mixing.find_largest(self.model_of(silo))
 
     def reduce(self, ring: messages.BeginRing) -> tuple[Parameters, str]:
         """Return the mean of a ring and its digest: the masks of a real one cancel, so it has the same bits."""
         members = len(ring.members)
         parts = [
-            fixed_point.quantize_share(self.model_of(int(each.silo)), each.share, ring.bound, members)
+            mixing.quantize_share(self.model_of(int(each.silo)), each.share, ring.bound, members)
             for each in ring.members
         ]
-        mean = fixed_point.read_mean(fixed_point.add_parts(parts), ring.bound, members)
-        return replace_entries(self._whole[int(ring.members[0].silo)], mean), fixed_point.digest_mean(mean)
+        mean = mixing.read_integer_mean(mixing.add_parts(parts), ring.bound, members)
+        return replace_entries(self._whole[int(ring.members[0].silo)], mean), mixing.digest_mean(mean)
 
     def distance_from(self, silo: int, mean: Parameters) -> float:
         """Return the squared distance of a silo's model from a mean."""

@@ -18,8 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from fedplat.secure_aggregation import encoding, messages
-from fedplat.secure_aggregation.graph import Graph
-from fedplat.secure_aggregation.setup import Setup
+from fedplat.secure_aggregation.setup import Graph, Setup
 
 
 class UnitCosts(Struct, frozen=True, forbid_unknown_fields=True):

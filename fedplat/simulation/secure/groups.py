@@ -19,17 +19,16 @@ from typing_extensions import override
 
 from fedplat.rounds import Assignment, AssignmentId, Attempt, records, states
 from fedplat.rounds.protocols.secure_phases import find_survivors, list_groups, messages_of
-from fedplat.secure_aggregation.graph import Graph
 from fedplat.secure_aggregation.messages import (
     SIGNATURE_BYTES,
     Confirmation,
     KeyAdvertisement,
     SealedShares,
+    SecureAggregation,
     Survivors,
     UnmaskAnswer,
 )
-from fedplat.secure_aggregation.options import SecureAggregation
-from fedplat.secure_aggregation.setup import Setup
+from fedplat.secure_aggregation.setup import Graph, Setup
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ isort:skip_file
 What a silo and the server say to each other in a step of a decentralised job (`Fleet.Step`). No message has a model.
 
 The messages have the fields of the records in fedplat/gossip/steps.py and fedplat/gossip/messages.py, which explain
-and bound them. Who receives one checks it by its record (fedplat/wire/records.py).
+and bound them. Who receives one checks it by its record (fedplat/wire/messages.py).
 """
 
 from collections import abc as _abc

@@ -13,7 +13,7 @@ from fedplat.rounds import Assignment, Attempt, AttemptKey, JobState
 from fedplat.rounds.protocols.secure_phases import find_survivors, list_groups, messages_of
 from fedplat.rounds.records import SecureMessages
 from fedplat.rounds.states import AttemptPhase
-from fedplat.secure_aggregation import graph, unmasking
+from fedplat.secure_aggregation import unmasking
 from fedplat.secure_aggregation.messages import (
     Confirmation,
     KeyAdvertisement,
@@ -22,7 +22,7 @@ from fedplat.secure_aggregation.messages import (
     Survivors,
     UnmaskAnswer,
 )
-from fedplat.secure_aggregation.setup import Setup
+from fedplat.secure_aggregation.setup import Graph, Setup
 from fedplat_server import logs
 from fedplat_server.database import sql_audit, sql_clients
 from fedplat_server.records.audit import SERVER, AuditAction, AuditEntry
@@ -56,7 +56,7 @@ class RosterGroup:
     def __init__(self, setup: Setup, members: Sequence[Member]) -> None:
         self.setup = setup
         self.members = tuple(members)
-        self.graph = graph.Graph.of(setup.options, len(members))
+        self.graph = Graph.of(setup.options, len(members))
         self._sent: Mapping[int, SealedShares] | None = None
         self._survivors: Survivors | None = None
         self._request: bytes | None = None

@@ -16,7 +16,7 @@ import msgspec
 
 from fedplat import errors, texts
 from fedplat.config.decoding import prepare_type
-from fedplat.flower import grid, identity, server
+from fedplat.flower import apps, grid, identity
 from fedplat.flower.app import read_app
 from fedplat.model import Parameters
 from fedplat_server.flower import protocol
@@ -60,14 +60,14 @@ class AppProcess:
             self._write(protocol.RunFailed(texts.describe(exc)))
             raise
 
-    def _start(self, request: protocol.StartRun) -> server.ServerAppRun:
+    def _start(self, request: protocol.StartRun) -> apps.ServerAppRun:
         stored = Path(request.state).read_bytes() if request.state else None
         state = None if stored is None else msgspec.msgpack.decode(stored, type=prepare_type(RunState))
         app = read_app(Path(request.folder))
         checkpoint = None
         if state is not None and state.app:
-            checkpoint = server.AppCheckpoint(state.app, Parameters.open(request.message, writable=True))
-        run = server.ServerAppRun(app, self._list_nodes, {**app.run_config, **request.run_config}, checkpoint)
+            checkpoint = apps.AppCheckpoint(state.app, Parameters.open(request.message, writable=True))
+        run = apps.ServerAppRun(app, self._list_nodes, {**app.run_config, **request.run_config}, checkpoint)
         run.grid.name_node = lambda node: self._clients.get(node, f"node {node}")
         run.grid.max_weight_factor = request.max_weight_factor
         if state is not None:
@@ -75,7 +75,7 @@ class AppProcess:
         self._write(protocol.RunStarted(self._known, checkpoint is not None))
         return run
 
-    def _advance(self, run: server.ServerAppRun, request: protocol.AdvanceRun) -> bool:
+    def _advance(self, run: apps.ServerAppRun, request: protocol.AdvanceRun) -> bool:
         """Continue the app; return whether it waits for replies."""
         self._remember((*request.replies, *request.failures))
         replies = [_read_reply(client, path) for client, path in request.replies.items()]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
 from fedplat import durable, errors, model
-from fedplat.wire import pieces
+from fedplat.wire import messages
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server import config, crash_points
 from fedplat_server.aggregation.backend import run_to_the_end
@@ -45,7 +45,7 @@ class UploadMessage(NamedTuple):
     @classmethod
     def of(cls, message: bytes) -> UploadMessage:
         """Decode a message. Raises `DecodeError` if it is invalid."""
-        data = pieces.unframe_field(pieces.UPLOAD, message)
+        data = messages.unframe_field(messages.UPLOAD, message)
         if data is not None:
             return cls(data)
         request = fleet_pb2.UploadRequest.FromString(message)

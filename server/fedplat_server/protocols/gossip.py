@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from fedplat import claims
 from fedplat.errors import GossipError, SecureAggregationError
-from fedplat.gossip import options, ring, steps
+from fedplat.gossip import ring, steps, topology
 from fedplat.gossip.messages import Announcement
 from fedplat.gossip.state import GossipState
 from fedplat.gossip.topology import describe_edges_problem, describe_unknown
@@ -25,7 +25,7 @@ from fedplat.rounds.states import AssignmentState
 from fedplat.secure_aggregation.messages import KEY_BYTES, SIGNATURE_BYTES
 from fedplat.secure_aggregation.primitives import is_signature
 from fedplat.secure_aggregation.relay import RelayExchange, RelayKey, RelayMember
-from fedplat.wire import auth, records
+from fedplat.wire import auth, messages
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, gossip_pb2
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.database.sql_clients import ClientStore
@@ -141,7 +141,7 @@ class GossipHalf(StepsHalf[steps.SiloMessage]):
         if message.HasField("report"):
             self._calls.count(assignment, message.ByteSize(), limit, _MAX_MESSAGES)
         try:
-            return records.read(message, steps.SiloMessage, limit)
+            return messages.to_record(message, steps.SiloMessage, limit)
         except ValueError as exc:
             raise self._refuse_report(exc) from exc
 
@@ -204,7 +204,7 @@ class GossipHalf(StepsHalf[steps.SiloMessage]):
         step = await self._make_step(job, assignment, message.done)
         is_new = step.known != message.known if message.known else not isinstance(step.instruction, steps.Wait)
         is_over = isinstance(step.instruction, steps.Leave)
-        return fleet_pb2.StepResponse(gossip=records.write(gossip_pb2.SiloStep, step)), is_new or is_over
+        return fleet_pb2.StepResponse(gossip=messages.to_message(gossip_pb2.SiloStep, step)), is_new or is_over
 
     async def _make_step(self, job: JobState, assignment: Assignment, done: steps.Progress) -> steps.SiloStep:
         state, silo = state_of(job), assignment.client_id
@@ -229,7 +229,7 @@ class GossipHalf(StepsHalf[steps.SiloMessage]):
         )
 
 
-def _mode(job: JobState) -> options.Gossip:
+def _mode(job: JobState) -> topology.Gossip:
     assert job.spec.gossip is not None
     return job.spec.gossip
 

@@ -20,7 +20,7 @@ from prometheus_client import Histogram
 from typing_extensions import override
 
 from fedplat import wire
-from fedplat.secure_aggregation import messages, options
+from fedplat.secure_aggregation import messages
 from fedplat.wire import auth
 from fedplat_server import errors, logs
 from fedplat_server.instruments import Instruments, method_label
@@ -85,7 +85,7 @@ _MAX_BYTES = {
     "List": _TINY_BYTES,
     "ServerReflectionInfo": _TINY_BYTES,
     "Report": wire.INLINE_BYTES + SMALL_BYTES,
-    "Step": messages.max_bytes(options.MAX_GROUP) + SMALL_BYTES,
+    "Step": messages.max_bytes(messages.MAX_GROUP) + SMALL_BYTES,
     "Upload": wire.MAX_REQUEST_BYTES,
     "UploadModel": wire.MAX_REQUEST_BYTES,
     "CreateJob": wire.MAX_REQUEST_BYTES,

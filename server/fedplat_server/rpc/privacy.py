@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing_extensions import override
 
 from fedplat.job import JobSpec
-from fedplat.privacy import Charge, releases
+from fedplat.privacy import Charge
+from fedplat.privacy.options import adjacency, describe_not_covered, describe_participation, describe_sampling
 from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
 from fedplat_server.coordination import budgets
@@ -113,9 +114,9 @@ def _terms(spec: JobSpec, planned: Charge, account: ledger.Account) -> admin_pb2
     options, mechanism, adaptive = spec.privacy, planned.mechanism, spec.updates.adaptive_clip
     assert options is not None
     return admin_pb2.JobPrivacy(
-        participation=releases.describe_participation(mechanism),
-        adjacency=releases.adjacency(mechanism),
-        sampling=releases.describe_sampling(mechanism),
+        participation=describe_participation(mechanism),
+        adjacency=adjacency(mechanism),
+        sampling=describe_sampling(mechanism),
         delta=options.delta,
         epsilon=options.epsilon,
         noise_multiplier=mechanism.noise_multiplier,
@@ -124,7 +125,7 @@ def _terms(spec: JobSpec, planned: Charge, account: ledger.Account) -> admin_pb2
         adaptive_clip=adaptive is not None,
         released=_cost(account.released, options.delta),
         planned=_cost((planned,), options.delta),
-        not_covered=releases.describe_not_covered(mechanism),
+        not_covered=describe_not_covered(mechanism),
         trust=options.trust,
     )
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from fedplat import rounds, wire
-from fedplat.wire import pieces
+from fedplat.wire import messages
 from fedplat_server import errors, logs
 from fedplat_server.storage import files
 from fedplat_server.storage.blobs import BlobStore
@@ -83,7 +83,7 @@ def _read(path: Path, start: int, end: int) -> bytes:
             os.close(descriptor)
     if len(data) != end - start:
         raise errors.BlobError(f"the model {path.name} has become shorter")
-    return pieces.frame_field(pieces.CHUNK, data)
+    return messages.frame_field(messages.CHUNK, data)
 
 
 class InlineModels:

@@ -16,7 +16,7 @@ from fedplat.aggregate.state import Columns
 from fedplat.codecs import container
 from fedplat.config.loaded_plugins import PluginReference, select_references
 from fedplat.job import JobSpec, build_rule
-from fedplat.job.pool import ServerStep, WarmStart
+from fedplat.job.tables import ServerStep, WarmStart
 from fedplat.model import ModelFile, Values
 from fedplat.parallel import Parallel
 from fedplat.rounds.privacy_rules import disclosure_of

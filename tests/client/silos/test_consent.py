@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from fedplat.gossip import shares, steps
+from fedplat.gossip import stated, steps
 from fedplat.secure_aggregation.setup import FEATURE
 from fedplat.wire.v1 import gossip_pb2, model_pb2
 from fedplat_client import Client, ClientOptions, Task, TrainResult
@@ -42,7 +42,7 @@ def test_the_owner_decides(options: dict[str, Any], takes: bool) -> None:
 
 
 def test_the_largest_share_is_that_of_coordinators() -> None:
-    assert ClientOptions().max_share == shares.MAX_SHARE
+    assert ClientOptions().max_share == stated.MAX_SHARE
 
 
 @pytest.mark.parametrize("exchanges", [False, True])

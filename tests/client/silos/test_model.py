@@ -17,7 +17,7 @@ import pytest
 from fedplat import durable
 from fedplat.codecs import TopK
 from fedplat.errors import GossipError
-from fedplat.gossip import files
+from fedplat.gossip import mixing
 from fedplat.gossip.messages import CommitRow, Delta
 from fedplat.gossip.steps import Contact, GossipSetup, Offered
 from fedplat.model import Parameters
@@ -85,8 +85,8 @@ def files_of_neighbours(exchange: str, *, codec: bool) -> dict[str, Parameters]:
     rng = np.random.default_rng(5)
     vectors = [rng.standard_normal(SIZE).astype(np.float32) for _ in range(2)]
     if exchange == "push-sum":
-        return {f"c-{n}": files.make_sum_file(each.astype(np.float64), 0.5) for n, each in enumerate(vectors)}
-    return {f"c-{n}": files.make_model_file(each) for n, each in enumerate(vectors)}
+        return {f"c-{n}": mixing.make_sum_file(each.astype(np.float64), 0.5) for n, each in enumerate(vectors)}
+    return {f"c-{n}": mixing.make_model_file(each) for n, each in enumerate(vectors)}
 
 
 def play(folder: Path, exchange: str, *, codec: bool) -> SiloModel:
@@ -373,7 +373,7 @@ def test_compressed_gossip_makes_no_variance_negative(tmp_path: Path, name: str)
     setup = GossipSetup(trains=True, exchange="neighbours", gamma=0.5)
     model = SiloModel(SiloFolder(tmp_path), initial, setup, TopK(fraction=0.2).build())
     model.prepare(1, RELAY, np.random.default_rng(1))
-    content = files.make_model_file(np.full(SIZE, -5.0, np.float32)).to_bytes()
+    content = mixing.make_model_file(np.full(SIZE, -5.0, np.float32)).to_bytes()
     path, digest = tmp_path / "received" / hashlib.sha256(content).hexdigest(), hashlib.sha256(content).hexdigest()
     path.write_bytes(content)
     model.store("c-0", digest, path)

@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from fedplat.gossip.fixed_point import add_parts, quantize_share, read_mean
 from fedplat.gossip.messages import BeginRing, RingPlace
+from fedplat.gossip.mixing import add_parts, quantize_share, read_integer_mean
 from fedplat.gossip.ring import Ring, RingMember, key_payload
 from fedplat.gossip.steps import Contact
 from fedplat.model import Vector
@@ -116,7 +116,7 @@ def test_all_silos_get_the_same_weighted_mean(has_ports: list[bool], networks: N
     expected = np.average(models, axis=0, weights=shares_of(count))
     parts = [quantize_share(model, share, BOUND, count) for model, share in zip(models, shares_of(count), strict=True)]
     for member in members:
-        assert np.array_equal(member.mean(), read_mean(add_parts(parts), BOUND, count))
+        assert np.array_equal(member.mean(), read_integer_mean(add_parts(parts), BOUND, count))
         assert np.allclose(member.mean(), expected, atol=1e-6)
     assert len({(member.digest(), member.chunk_digests()) for member in members}) == 1
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedplat.gossip.fixed_point import add_parts, find_largest, quantize_share, read_mean
+from fedplat.gossip.mixing import add_parts, find_largest, quantize_share, read_integer_mean
 from fedplat.model import Parameters, Vector
 from support import silo_fleet
 from support.silo_fleet import SiloFleet, gossip_job, initial_model, move, simulate
@@ -58,7 +58,7 @@ async def test_silos_mix_as_simulated_ones_do(tmp_path: Path, mode: str, way: st
 def average(models: list[Vector]) -> Vector:
     """The mean as rings compute it."""
     bound, count = max(map(find_largest, models)), len(models)
-    return read_mean(add_parts(quantize_share(each, 1 / count, bound, count) for each in models), bound, count)
+    return read_integer_mean(add_parts(quantize_share(each, 1 / count, bound, count) for each in models), bound, count)
 
 
 @pytest.mark.parametrize("way", WAYS)

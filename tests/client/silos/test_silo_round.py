@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from fedplat.errors import GossipError
-from fedplat.gossip import files
+from fedplat.gossip import mixing
 from fedplat.gossip.messages import CommitRow
 from fedplat.gossip.steps import (
     AdoptMean,
@@ -123,7 +123,7 @@ def impatient(tmp_path: Path) -> Generator[Networks]:
 
 
 def model_bytes(value: float) -> bytes:
-    return files.make_model_file(np.full(SIZE, value, np.float32)).to_bytes()
+    return mixing.make_model_file(np.full(SIZE, value, np.float32)).to_bytes()
 
 
 def raw_bytes(**arrays: Any) -> bytes:
@@ -317,7 +317,7 @@ def test_a_mean_is_fetched_from_a_silo_that_has_it(has_port: bool, impatient: Ne
     """Of the holders one is silent, and one sends other bytes."""
     place = make_place(impatient, has_port, 3, exchange="ring")
     silent, wrong, holder = place.neighbours
-    mean = files.make_mean_file(INITIAL, np.full(SIZE, 2.0, np.float32)).to_bytes()
+    mean = mixing.make_mean_file(INITIAL, np.full(SIZE, 2.0, np.float32)).to_bytes()
     digest = place.offer(holder, mean).digest
     place.offer(wrong, mean[:-1] + b"!", digest)
     holders = tuple(each.contact for each in (silent, wrong, holder))

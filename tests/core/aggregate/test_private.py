@@ -20,7 +20,7 @@ from fedplat.aggregate import (
     state_from_bytes,
     state_to_bytes,
 )
-from fedplat.aggregate.private import Release, privatize
+from fedplat.aggregate.clipping import Release, privatize
 from fedplat.model import WINDOW, Parameters, VectorBlocks
 from fedplat.privacy import KEY_BYTES, Noise, PublishedMetrics, Tree
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from fedplat.aggregate import Scaffold
+from fedplat.aggregate.drift import client_scaffold, with_control, without_control
 from fedplat.aggregate.local import UpdateDirection
-from fedplat.aggregate.scaffold import client_scaffold, with_control, without_control
 from fedplat.errors import ModelError
 from fedplat.model import Parameters
 

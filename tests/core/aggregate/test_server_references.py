@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pytest
 
 from fedplat.aggregate import Contribution, Partial, Rule, RuleOptions, State, Wrapper, clip_by_quantile
-from fedplat.aggregate.adaptive_clip import AdaptiveClip
+from fedplat.aggregate.clipping import AdaptiveClip
 from fedplat.config.plugins import BUILTIN
 from fedplat.model import Vector, VectorBlocks
 

@@ -33,7 +33,7 @@ from fedplat.aggregate import (
     state_schema,
     weighted_mean,
 )
-from fedplat.aggregate.private import Release, privatize
+from fedplat.aggregate.clipping import Release, privatize
 from fedplat.aggregate.robust import Bucketing, NearestNeighbours
 from fedplat.aggregate.state import Columns
 from fedplat.codecs.container import Format

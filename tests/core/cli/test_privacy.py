@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from fedplat.privacy import Mechanism, releases
+from fedplat.privacy import Mechanism, options
 from fedplat.wire.v1 import admin_pb2
 from support.cli.commands import Run, parsed
 from support.cli.fake_state import S, State
@@ -21,9 +21,9 @@ def job(**more: object) -> admin_pb2.JobPrivacy:
         population="phones",
         status=S.JOB_STATUS_PAUSED,
         is_private=True,
-        participation=releases.describe_participation(MECHANISM),
-        adjacency=releases.adjacency(MECHANISM),
-        sampling=releases.describe_sampling(MECHANISM),
+        participation=options.describe_participation(MECHANISM),
+        adjacency=options.adjacency(MECHANISM),
+        sampling=options.describe_sampling(MECHANISM),
         delta=1e-6,
         epsilon=2.0,
         noise_multiplier=1.2,
@@ -134,10 +134,10 @@ def test_half_a_budget_is_refused(run: Run, options: list[str]):
 
 def test_what_fixed_and_separated_participation_take_for_granted():
     assert (
-        releases.describe_sampling(Mechanism("fixed", 1.0))
+        options.describe_sampling(Mechanism("fixed", 1.0))
         == "a client takes part in any round; the participants may be known"
     )
-    assert releases.describe_sampling(Mechanism("tree", 1.0, separation=4, max_participations=2)) == (
+    assert options.describe_sampling(Mechanism("tree", 1.0, separation=4, max_participations=2)) == (
         "a client takes part in one of any 4 consecutive rounds at most, 2 times in all; the participants may be known"
     )
-    assert releases.adjacency(Mechanism("tree", 1.0)) == "zero-out"
+    assert options.adjacency(Mechanism("tree", 1.0)) == "zero-out"

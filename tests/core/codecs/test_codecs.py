@@ -19,9 +19,8 @@ from scipy import stats
 
 from fedplat.codecs import Bf16, Codec, CodecError, Eden, Plain, Quantize, TopK, with_error_feedback
 from fedplat.codecs.codec import PlainSource
-from fedplat.codecs.eden import CENTROIDS
-from fedplat.codecs.hadamard import hadamard
-from fedplat.codecs.packing import pack, packed_bytes, unpack
+from fedplat.codecs.eden import CENTROIDS, hadamard
+from fedplat.codecs.quantize import pack, packed_bytes, unpack
 from fedplat.model import BLOCK, Vector, VectorBlocks
 from support.codecs import decoded, encoded, normal, round_trip
 

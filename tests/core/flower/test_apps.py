@@ -13,10 +13,9 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fedplat.errors import FedplatError, FlowerError
 from fedplat.flower import records
-from fedplat.flower.client import ClientAppRunner
+from fedplat.flower.apps import AppCheckpoint, ClientAppRunner, ServerAppRun
 from fedplat.flower.grid import MessageSet, NodeReply
 from fedplat.flower.records import MessageFile
-from fedplat.flower.server import AppCheckpoint, ServerAppRun
 from support import flower, polling
 
 LEGACY_CLIENT = """

@@ -13,9 +13,9 @@ from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
 
 from fedplat.errors import FedplatError
 from fedplat.flower import records
+from fedplat.flower.apps import ServerAppRun
 from fedplat.flower.grid import NodeReply
 from fedplat.flower.records import MessageFile
-from fedplat.flower.server import ServerAppRun
 from support import flower
 
 NUM_NODES = 4

@@ -133,8 +133,8 @@ def test_messages_of_the_app_after_a_round_without_evaluation_make_no_checkpoint
 
 
 def test_the_metrics_of_a_round_are_published(tmp_path: Path) -> None:
+    from fedplat.flower.apps import ServerAppRun
     from fedplat.flower.grid import NodeReply
-    from fedplat.flower.server import ServerAppRun
 
     app = flower.write_app(tmp_path)
     run = ServerAppRun(app, lambda: [0, 1])

@@ -27,8 +27,8 @@ from fedplat.gossip.messages import (
     SiloDeparted,
     TimerPassed,
 )
-from fedplat.gossip.options import Exchange, Topology
 from fedplat.gossip.state import GossipPhase, GossipState
+from fedplat.gossip.topology import Exchange, Topology
 from support.gossip import Job, announced, both, rules
 
 

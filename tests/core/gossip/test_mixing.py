@@ -29,8 +29,7 @@ from fedplat.gossip import (
     push_sum,
     spectral_gap,
 )
-from fedplat.gossip.options import Topology
-from fedplat.gossip.topology import Links
+from fedplat.gossip.topology import Links, Topology
 
 Floats = npt.NDArray[np.float64]
 

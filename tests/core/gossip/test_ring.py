@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedplat.errors import SecureAggregationError
-from fedplat.gossip.fixed_point import add_parts, find_largest, quantize_share, read_mean
 from fedplat.gossip.messages import RingPlace
+from fedplat.gossip.mixing import add_parts, find_largest, quantize_share, read_integer_mean
 from fedplat.gossip.ring import Ring, RingMember
 from fedplat.secure_aggregation.primitives import KeyPair
 
@@ -58,7 +58,7 @@ def test_the_mean_is_that_of_the_quantised_models_bit_for_bit(count: int, size: 
     run_ring(members)
     bound = max(find_largest(model) for model in models)
     parts = [quantize_share(model, share, bound, count) for model, share in zip(models, shares, strict=True)]
-    expected = read_mean(add_parts(parts), bound, count)
+    expected = read_integer_mean(add_parts(parts), bound, count)
     for member in members:
         np.testing.assert_array_equal(member.mean(), expected)
     assert len({member.digest() for member in members}) == 1
@@ -157,4 +157,4 @@ def test_steps_have_an_order_and_sizes() -> None:
     with pytest.raises(ValueError, match="the ring is at step 0 of 4"):
         member.mean()
     with pytest.raises(ValueError, match="expected a finite one"):
-        read_mean(np.zeros(1, np.uint32), float("inf"), 3)
+        read_integer_mean(np.zeros(1, np.uint32), float("inf"), 3)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedplat.gossip import shares
+from fedplat.gossip import stated
 from fedplat.gossip.messages import (
     BeginRing,
     BeginRound,
@@ -286,15 +286,15 @@ def test_no_claim_decides_the_mean_of_a_ring(claims: tuple[float, ...], weights:
     found = {place.silo: place.share for place in ring.members}
     total = sum(weights)
     assert [found[silo] for silo in sorted(found)] == pytest.approx([weight / total for weight in weights])
-    shares.check_shares(list(found.values()))
+    stated.check_shares(list(found.values()))
 
 
 @given(st.lists(st.floats(1e-6, 1e15) | st.sampled_from([1.0, 1e15]), min_size=3, max_size=20))
 def test_silos_accept_the_rings_of_an_honest_coordinator(claims: list[float]) -> None:
-    weights = shares.limit_weights({str(silo): number for silo, number in enumerate(claims)})
+    weights = stated.limit_weights({str(silo): number for silo, number in enumerate(claims)})
     total = sum(weights.values())
     assert max(weights.values()) <= 10 * sorted(claims)[(len(claims) - 1) // 2]
-    shares.check_shares([weight / total for weight in weights.values()])
+    stated.check_shares([weight / total for weight in weights.values()])
 
 
 def test_a_silo_whose_numbers_would_round_all_models_away_is_left_out() -> None:

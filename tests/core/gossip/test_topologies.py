@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedplat.gossip import Gossip, Links, count_turns, draw_edges, gap_of, metropolis, mix_all, push_sum, spectral_gap
-from fedplat.gossip.options import Topology
+from fedplat.gossip.topology import Topology
 
 TOPOLOGIES: tuple[Topology, ...] = (
     "ring",

@@ -17,6 +17,7 @@ from fedplat.simulation.data import Federation
 from fedplat.simulation.scenario.feasible import check_file, check_sums
 from fedplat.simulation.scenario.file import SimulationFile, parse
 from fedplat.simulation.scenario.options import ModelOptions
+from fedplat.sklearn.estimators import CountsFit, GaussianFit, LeastSquaresFit
 from fedplat.sklearn.learner import ESTIMATORS
 from support.learners import Centroids, read_page
 
@@ -118,7 +119,8 @@ def test_an_object_is_a_learner(tmp_path: Path) -> None:
     assert run.summary.best.value > 0.5
 
 
-SUMS = [name for name, each in ESTIMATORS.items() if each.fit.__class__.__module__ == "fedplat.sklearn.statistics"]
+SUM_FITS = (CountsFit, GaussianFit, LeastSquaresFit)
+SUMS = [name for name, each in ESTIMATORS.items() if isinstance(each.fit, SUM_FITS)]
 """The estimators whose models are sums over examples."""
 PRIVATE = """
 [privacy]

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from fedplat.errors import TrainingError
-from fedplat.job.pool import WarmStart
+from fedplat.job.tables import WarmStart
 from fedplat.parallel import Parallel
 from fedplat.pytorch import server
 from fedplat.pytorch.parallel import Layout, make_gradients

@@ -13,7 +13,7 @@ from scipy.special import log_ndtr, ndtr
 
 from fedplat.privacy import losses
 from fedplat.privacy.accounting import calibrate, epsilon, epsilon_rdp, epsilons, max_releases
-from fedplat.privacy.releases import Charge, Mechanism, tree_sensitivity
+from fedplat.privacy.options import Charge, Mechanism, tree_sensitivity
 
 FEW = settings(max_examples=2, deadline=None)
 LEARNED = Mechanism("poisson", 1.2, 120 / 3383)
@@ -256,7 +256,7 @@ import sys
 sys.modules["dp_accounting"] = None
 from fedplat.errors import MissingExtraError
 from fedplat.privacy.accounting import epsilon
-from fedplat.privacy.releases import Charge, Mechanism
+from fedplat.privacy.options import Charge, Mechanism
 try:
     epsilon([Charge(Mechanism("fixed", 1.0), 1)], 1e-5)
 except MissingExtraError as exc:

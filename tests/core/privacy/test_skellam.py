@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from scipy import stats
 
-from fedplat.privacy import accounting, skellam
+from fedplat.privacy import accounting, noise
 from fedplat.privacy.accounting import epsilon, epsilon_rdp
-from fedplat.privacy.noise import KeyStream
-from fedplat.privacy.releases import Charge, Mechanism
-from fedplat.privacy.skellam import BETA, fit_norm, least_sensitivity, renyi_divergence, rounded_sensitivity
+from fedplat.privacy.noise import BETA, KeyStream, fit_norm, least_sensitivity, renyi_divergence, rounded_sensitivity
+from fedplat.privacy.options import Charge, Mechanism
 
 SIZE, CLIENTS, MULTIPLIER, RELEASES, DELTA = 2**20, 100, 8.0, 100, 1e-5
 """The setting in which the figures were computed."""
@@ -94,7 +93,7 @@ def test_the_divergence_is_a_bound_on_the_true_one(shift: int, variance: float) 
 @pytest.mark.parametrize("variance", [0.5, 30.0, 1999.0, 2001.0, 1e6, 1e12, 1e17])
 def test_the_moments_of_the_draws(variance: float) -> None:
     count = 200_000
-    drawn = skellam.draw(stream(int(variance)), variance, count) / math.sqrt(variance)
+    drawn = noise.draw_skellam(stream(int(variance)), variance, count) / math.sqrt(variance)
     assert abs(drawn.mean()) < 5 / math.sqrt(count)
     fourth = 3 + 1 / variance
     assert np.square(drawn).mean() == pytest.approx(1.0, abs=5 * math.sqrt((fourth - 1) / count))
@@ -108,7 +107,7 @@ def test_the_moments_of_the_draws(variance: float) -> None:
 
 @pytest.mark.parametrize("variance", [0.5, 30.0, 2100.0, 40_000.0])
 def test_the_draws_have_the_distribution(variance: float) -> None:
-    drawn = skellam.draw(stream(3), variance, 200_000)
+    drawn = noise.draw_skellam(stream(3), variance, 200_000)
     edges = np.unique(np.round(np.linspace(-3.0, 3.0, 61) * math.sqrt(variance))) + 0.5
     expected = np.diff(stats.skellam.cdf(edges, variance / 2, variance / 2), prepend=0.0, append=1.0) * drawn.size
     found = np.bincount(np.searchsorted(edges, drawn), minlength=edges.size + 1)
@@ -116,9 +115,9 @@ def test_the_draws_have_the_distribution(variance: float) -> None:
 
 
 def test_draws_follow_from_the_key_alone() -> None:
-    first, second = (skellam.draw(stream(1), 1e10, 1000) for _ in range(2))
+    first, second = (noise.draw_skellam(stream(1), 1e10, 1000) for _ in range(2))
     np.testing.assert_array_equal(first, second)
-    assert not np.array_equal(first, skellam.draw(stream(2), 1e10, 1000))
+    assert not np.array_equal(first, noise.draw_skellam(stream(2), 1e10, 1000))
     with pytest.raises(ValueError, match="expected 32"):
         KeyStream(b"short")
     assert repr(stream(7)) == "KeyStream(...)"

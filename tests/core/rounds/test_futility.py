@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from fedplat.rounds import futility
+from fedplat.rounds import pacing
 from fedplat.rounds.events import (
     AggregationFailed,
     AssignmentFailed,
@@ -98,7 +98,7 @@ def test_few_clients_do_not_stop_a_job_that_can_do_without_them(
     job = start(pause_after=3).job
     for number in (2, 3):
         tried = structs.replace(job, futile=FutileAttempts(number, frozenset(clients), num_eligible))
-        assert futility.gives_up(tried) is (gives_up and number == 3)
+        assert pacing.gives_up(tried) is (gives_up and number == 3)
 
 
 def test_missed_deadlines_do_not_pause_a_job_since_a_network_may_be_the_cause() -> None:

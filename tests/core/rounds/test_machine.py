@@ -16,7 +16,7 @@ from msgspec import structs
 
 from fedplat import sampling
 from fedplat.job import JobSpec
-from fedplat.job.pool import WarmStart
+from fedplat.job.tables import WarmStart
 from fedplat.rounds import Attempt, AttemptKey, JobState
 from fedplat.rounds.events import (
     AggregationFailed,

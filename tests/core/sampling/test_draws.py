@@ -11,8 +11,7 @@ import pytest
 from scipy import stats
 
 from fedplat.sampling import Poisson, Policy, Stratified, Uniform, Weighted
-from fedplat.sampling.poisson import OVERFLOW
-from fedplat.sampling.stratified import divide_equally, round_shares
+from fedplat.sampling.policies import OVERFLOW, divide_equally, round_shares
 from support.waiting import Waiting, heard
 
 NUM_DRAWS = 4000

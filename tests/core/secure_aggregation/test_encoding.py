@@ -20,7 +20,7 @@ from scipy import linalg
 
 from fedplat.errors import SecureAggregationError
 from fedplat.model import BLOCK
-from fedplat.privacy import skellam
+from fedplat.privacy import noise
 from fedplat.privacy.noise import KeyStream
 from fedplat.secure_aggregation.encoding import (
     add_file,
@@ -33,7 +33,7 @@ from fedplat.secure_aggregation.encoding import (
     rotate_back,
     write_file,
 )
-from fedplat.secure_aggregation.options import SecureAggregation
+from fedplat.secure_aggregation.messages import SecureAggregation
 from fedplat.secure_aggregation.setup import Encoding, LocalNoise, Setup
 
 SIZE = 1000
@@ -195,7 +195,7 @@ def no_noise(stream: KeyStream, variance: float, size: int) -> npt.NDArray[np.in
 
 def norms(encoding: Encoding, update: npt.NDArray[np.float32], seed: int) -> tuple[float, float, float]:
     """The norms of an encoded update without its noise, of the weight, and of the metrics."""
-    with mock.patch.object(skellam, "draw", no_noise):
+    with mock.patch.object(noise, "draw_skellam", no_noise):
         encoded = encode(encoding, update, 1e9, {"loss": 1e9, "accuracy": -1.0}, key(seed))
     signed = encoded.view(np.int32).astype(np.float64)
     model, weight, metrics = np.split(signed, [encoding.size, encoding.size + 1])

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedplat.errors import SecureAggregationError
-from fedplat.secure_aggregation.graph import Graph, default_degree, find_parameters
-from fedplat.secure_aggregation.options import SecureAggregation
+from fedplat.secure_aggregation.messages import SecureAggregation
+from fedplat.secure_aggregation.setup import Graph, default_degree, find_parameters
 
 PARAMETERS = {
     (50, False): [(12, 6), (22, 11)],

@@ -12,18 +12,17 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
 from fedplat.errors import SecureAggregationError
-from fedplat.secure_aggregation import masks, shamir
-from fedplat.secure_aggregation.channel import ShareLink, SharePair
-from fedplat.secure_aggregation.primitives import KeyPair, check_public_key
+from fedplat.secure_aggregation import primitives, shamir
+from fedplat.secure_aggregation.primitives import KeyPair, ShareLink, SharePair, check_public_key
 from support.secure_group import random_of
 
 KEY = bytes(range(32))
 CONTEXT = hashlib.sha256(b"context").digest()
 
 
-def mask(key: bytes, size: int, modulus: int = 32) -> masks.Vector:
+def mask(key: bytes, size: int, modulus: int = 32) -> primitives.Vector:
     vector = np.zeros(size, np.uint32)
-    masks.apply_masks(vector, modulus, [key], [])
+    primitives.apply_masks(vector, modulus, [key], [])
     return vector
 
 
@@ -42,9 +41,9 @@ def test_threads_and_many_keys_give_the_same_sum() -> None:
     expected -= sum((mask(key, len(start)) for key in keys[290:]), np.zeros_like(start))
     for workers in (1, 2, 7):
         vector = start.copy()
-        masks.apply_masks(vector, 32, keys[:290], keys[290:], workers)
+        primitives.apply_masks(vector, 32, keys[:290], keys[290:], workers)
         assert np.array_equal(vector, expected)
-    masks.apply_masks(vector, 32, keys[290:], keys[:290])
+    primitives.apply_masks(vector, 32, keys[290:], keys[:290])
     assert np.array_equal(vector, start)
 
 
@@ -65,14 +64,14 @@ def test_the_numbers_of_a_mask_are_uniform(modulus: int) -> None:
 def test_no_two_pairs_share_a_mask_and_keys_have_256_bits(size: int) -> None:
     pairs = [KeyPair.draw(random_of(f"pair {i}")) for i in range(size)]
     keys = {
-        (one, other): masks.derive_pair_key(pairs[one], pairs[other].public, CONTEXT, (one, other))
+        (one, other): primitives.derive_pair_key(pairs[one], pairs[other].public, CONTEXT, (one, other))
         for other in range(size)
         for one in range(other)
     }
     assert len(keys) == size * (size - 1) // 2 == len(set(keys.values()))
     assert len({mask(key, 4).tobytes() for key in keys.values()}) == len(keys)
     for one, other in ((0, 1), (7, 45), (13, 14)):
-        assert masks.derive_pair_key(pairs[other], pairs[one].public, CONTEXT, (other, one)) == keys[one, other]
+        assert primitives.derive_pair_key(pairs[other], pairs[one].public, CONTEXT, (other, one)) == keys[one, other]
     ones = np.unpackbits(np.frombuffer(b"".join(keys.values()), np.uint8).reshape(-1, 32), axis=1).mean(axis=0)
     assert len(ones) == 256
     assert np.abs(ones - 0.5).max() < 5 * 0.5 / np.sqrt(len(keys))
@@ -81,15 +80,15 @@ def test_no_two_pairs_share_a_mask_and_keys_have_256_bits(size: int) -> None:
 def test_keys_depend_on_everything_that_they_are_bound_to() -> None:
     one, other = KeyPair(KEY), KeyPair(KEY[::-1])
     derived = {
-        masks.derive_pair_key(one, other.public, CONTEXT, (3, 5)),
-        masks.derive_pair_key(one, other.public, CONTEXT, (3, 6)),
-        masks.derive_pair_key(one, other.public, CONTEXT, (4, 5)),
-        masks.derive_pair_key(one, other.public, bytes(32), (3, 5)),
-        masks.derive_pair_key(one, one.public, CONTEXT, (3, 5)),
-        masks.derive_own_key(one.agree(other.public), CONTEXT, 3),
-        masks.derive_own_key(one.agree(other.public), CONTEXT, 4),
-        masks.derive_own_key(one.agree(other.public), bytes(32), 3),
-        masks.commit_seed(one.agree(other.public), CONTEXT, 3),
+        primitives.derive_pair_key(one, other.public, CONTEXT, (3, 5)),
+        primitives.derive_pair_key(one, other.public, CONTEXT, (3, 6)),
+        primitives.derive_pair_key(one, other.public, CONTEXT, (4, 5)),
+        primitives.derive_pair_key(one, other.public, bytes(32), (3, 5)),
+        primitives.derive_pair_key(one, one.public, CONTEXT, (3, 5)),
+        primitives.derive_own_key(one.agree(other.public), CONTEXT, 3),
+        primitives.derive_own_key(one.agree(other.public), CONTEXT, 4),
+        primitives.derive_own_key(one.agree(other.public), bytes(32), 3),
+        primitives.commit_seed(one.agree(other.public), CONTEXT, 3),
     }
     assert len(derived) == 9
 
@@ -132,15 +131,15 @@ def test_all_weak_keys_are_refused() -> None:
 def test_derivations_are_those_of_this_version_of_the_protocol() -> None:
     """If this fails, clients and servers of different versions compute different sums: raise `setup.VERSION`."""
     one, other = KeyPair(KEY), KeyPair(KEY[::-1])
-    pair = masks.derive_pair_key(one, other.public, CONTEXT, (3, 5))
-    own = masks.derive_own_key(KEY, CONTEXT, 3)
+    pair = primitives.derive_pair_key(one, other.public, CONTEXT, (3, 5))
+    own = primitives.derive_own_key(KEY, CONTEXT, 3)
     shares = SharePair(*shamir.split(KEY, 2, [3, 5], random_of("shares")))
     vector = mask(pair, 1000, 31)
-    masks.apply_masks(vector, 31, [], [own])
+    primitives.apply_masks(vector, 31, [], [own])
     parts = {
         "pair": pair,
         "own": own,
-        "commitment": masks.commit_seed(KEY, CONTEXT, 3),
+        "commitment": primitives.commit_seed(KEY, CONTEXT, 3),
         "shares": shares.seed + shares.key,
         "sealed": ShareLink(CONTEXT, 3, 5).seal(one, other.public, shares),
         "masked": vector.astype("<u4").tobytes(),
@@ -160,9 +159,9 @@ def test_only_the_cryptography_needs_its_library() -> None:
         import importlib, sys
         sys.modules["cryptography"] = None  # as if it were not installed
         from fedplat.errors import MissingExtraError
-        for name in ("options", "messages", "graph", "setup"):
+        for name in ("messages", "setup"):
             importlib.import_module("fedplat.secure_aggregation." + name)
-        for name in ("participant", "unmasking", "masks", "channel"):
+        for name in ("participant", "unmasking", "primitives"):
             try:
                 importlib.import_module("fedplat.secure_aggregation." + name)
             except MissingExtraError as exc:

@@ -45,16 +45,16 @@ def run(*arguments: str) -> Result:
 
 def compute_reference(folder: Path, num_clients: int, seed: int) -> Parameters:
     """Return the final model of a plain loop over an app's two halves, without the coordinator."""
-    from fedplat.flower import identity, randomness
+    from fedplat import randomness
+    from fedplat.flower import identity
     from fedplat.flower.app import read_app
-    from fedplat.flower.client import ClientAppRunner
+    from fedplat.flower.apps import ClientAppRunner, ServerAppRun
     from fedplat.flower.grid import NodeReply
-    from fedplat.flower.server import ServerAppRun
     from fedplat.simulation.federated.training import training_seed
 
     app = read_app(folder)
     client, server = ClientAppRunner(app), ServerAppRun(app, lambda: range(num_clients))
-    randomness.seed(seed)
+    randomness.seed_generators(seed)
     states: dict[int, Parameters] = {}
     counts: dict[int, int] = {}
     sent = server.advance()
@@ -62,7 +62,7 @@ def compute_reference(folder: Path, num_clients: int, seed: int) -> Parameters:
         own, replies = randomness.get_states(), list[NodeReply]()
         for node in sent.nodes:
             counts[node] = counts.get(node, 0) + 1
-            randomness.seed(training_seed(seed, node, counts[node]))
+            randomness.seed_generators(training_seed(seed, node, counts[node]))
             config = {"partition-id": node, "num-partitions": num_clients}
             answer = client.answer(sent.file.to_parameters(), node, config, state=states.get(node))
             states[node] = answer.state

@@ -10,8 +10,8 @@ import pytest
 
 from fedplat.job import JobSpec, calibrate
 from fedplat.rounds import AttemptKey
-from fedplat.secure_aggregation.graph import Graph
 from fedplat.secure_aggregation.messages import Survivors
+from fedplat.secure_aggregation.setup import Graph
 from fedplat.simulation.recording.result import Result
 from fedplat.simulation.run import Simulation, run
 from fedplat.simulation.scenario.options import SecureMode

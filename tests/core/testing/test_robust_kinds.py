@@ -14,7 +14,7 @@ from msgspec import Struct
 from fedplat.aggregate import Wrapper
 from fedplat.aggregate.robust import PreAggregator, RobustRule
 from fedplat.aggregate.robust.inputs import Mix, RobustInputs, Rows, make_wrapper
-from fedplat.aggregate.robust.median import median_of_columns
+from fedplat.aggregate.robust.medians import median_of_columns
 from fedplat.model import Vector
 from fedplat.testing import ConformanceError, check_pre_aggregator, check_robust_rule
 

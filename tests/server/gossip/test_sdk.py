@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from fedplat.gossip.options import Gossip
-from fedplat.gossip.topology import draw_edges
+from fedplat.gossip.topology import Gossip, draw_edges
 from fedplat_client import Task
 from support import mtls, silo_clients
 from support.daemons import Site, initial_model

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from fedplat.client_state import ClientState
-from fedplat.job.pool import WarmStart
+from fedplat.job.tables import WarmStart
 from fedplat.model import Parameters
 from fedplat.parallel import Parallel
 from fedplat.pytorch import server

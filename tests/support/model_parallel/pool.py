@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from fedplat.job.pool import ServerLearning, WarmStart
+from fedplat.job.tables import ServerLearning, WarmStart
 from fedplat.metrics import F1
 from fedplat.parallel import Parallel
 from fedplat.pytorch import server

@@ -9,7 +9,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from fedplat.job.pool import WarmStart
+from fedplat.job.tables import WarmStart
 from fedplat.parallel import Parallel
 from fedplat.pytorch import server
 from fedplat.pytorch.distributed import Ranks

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from fedplat.errors import TrainingError
-from fedplat.job.pool import WarmStart
+from fedplat.job.tables import WarmStart
 from fedplat.model import Parameters
 from fedplat.pytorch import server
 from fedplat.pytorch.distributed import Ranks

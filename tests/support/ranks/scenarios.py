@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from fedplat.errors import TrainingError
-from fedplat.job.pool import ServerLearning, ServerStep, WarmStart
+from fedplat.job.tables import ServerLearning, ServerStep, WarmStart
 from fedplat.metrics import F1
 from fedplat.model import Parameters
 from fedplat.pytorch import server

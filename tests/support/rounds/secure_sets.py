@@ -8,7 +8,7 @@ from fedplat.job.secure import group_minimum, require_secure
 from fedplat.rounds import Attempt, AttemptKey, JobState
 from fedplat.rounds.protocols import secure_phases
 from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase
-from fedplat.secure_aggregation.graph import Graph
+from fedplat.secure_aggregation.setup import Graph
 
 _PHASES = [
     AttemptPhase.SELECTING,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from fedplat.rounds.invariants import attempts, histories, jobs, secure
+from fedplat.rounds.invariants import attempts, jobs
 from fedplat_server.verify import checks, files
 from support.jobs import job_file, write_job
 
@@ -234,45 +234,45 @@ BREAKAGES: Mapping[str, tuple[Callable[..., object], str]] = {
         exchange('{"round": 1, "outcome": {"status": "COMPLETED", "digest": "abc"}}'),
     ),
     "a job file of another world": (jobs.job_file_is_readable, job("draft", "job_file = 'name = 3'")),
-    "a state that nobody noted": (histories.of_job, job("draft", "status = 'RUNNING'")),
+    "a state that nobody noted": (jobs.job_history, job("draft", "status = 'RUNNING'")),
     "a state that nobody knows": (
-        histories.of_assignments,
+        jobs.assignment_histories,
         assignment("done", 1, 1, "true", "state = 'NONSENSE', reason = 'STALE'"),
     ),
     "a phase that nobody noted": (
-        histories.of_attempt,
+        jobs.attempt_history,
         attempt("done", 2, 1, "phase = 'COMMITTED', kind = 'EVALUATE'"),
     ),
     "a step of a job that is not allowed": (
-        histories.of_job,
+        jobs.job_history,
         history("to_state = 'RUNNING'", "to_state = 'COMPLETED'"),
     ),
-    "a step of an attempt that is gone": (histories.of_attempt, history("to_state = 'COLLECTING'")),
+    "a step of an attempt that is gone": (jobs.attempt_history, history("to_state = 'COLLECTING'")),
     "a step of an assignment that is gone": (
-        histories.of_assignments,
+        jobs.assignment_histories,
         history("entity = 'assignment' AND to_state = 'TRAINING'"),
     ),
     "an assignment that is gone": (
-        histories.of_assignments,
+        jobs.assignment_histories,
         "DELETE FROM assignments WHERE job_id = '{done}' AND round = 1",
     ),
     "an attempt that is gone": (
-        histories.of_nothing,
+        jobs.stray_histories,
         "DELETE FROM attempts WHERE job_id = '{done}' AND number = 1 AND phase = 'ABANDONED'",
     ),
-    "a version that nobody noted": (histories.of_versions, history("entity = 'version'")),
-    "a version noted out of order": (histories.of_versions, history("entity = 'version'", "from_state = '5'")),
+    "a version that nobody noted": (jobs.version_histories, history("entity = 'version'")),
+    "a version noted out of order": (jobs.version_histories, history("entity = 'version'", "from_state = '5'")),
     "an entity that nobody knows": (
-        histories.of_nothing,
+        jobs.stray_histories,
         history("entity = 'attempt'", "entity = 'ghost', attempt = 9"),
     ),
     "two clients in one place": (
-        secure.positions_are_unique,
+        attempts.positions_are_unique,
         "UPDATE assignments SET secure_group = 0, secure_position = 0 WHERE job_id = '{done}'",
     ),
-    "survivors without masks": (secure.unmasked_above_the_minimum, attempt("done", 1, 1, "num_survivors = 1")),
+    "survivors without masks": (attempts.unmasked_above_the_minimum, attempt("done", 1, 1, "num_survivors = 1")),
     "messages of an attempt that has ended": (
-        secure.messages_are_removed,
+        attempts.messages_are_removed,
         "INSERT INTO secure_messages SELECT job_id, round, number, client_id, 'keys', token_hash "
         "FROM assignments WHERE job_id = '{done}'",
     ),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 
 from fedplat.gossip import steps
 from fedplat.gossip.steps import Progress, SiloMessage, SiloReport, SiloStep
-from fedplat.wire import records
+from fedplat.wire import messages
 from fedplat.wire.v1 import fleet_pb2, gossip_pb2, model_pb2
 from fedplat_client import cancellation, errors, task
 from fedplat_client._work.failures import AssignmentFailedError
@@ -43,10 +43,10 @@ class SiloCalls:
         `StepCalls.take` does, and `AssignmentFailedError` for another answer.
         """
         message = SiloMessage(done=self._done(), known=known, report=report)
-        request = fleet_pb2.StepRequest(wait_s=wait_s, gossip=records.write(gossip_pb2.SiloMessage, message))
+        request = fleet_pb2.StepRequest(wait_s=wait_s, gossip=messages.to_message(gossip_pb2.SiloMessage, message))
         response = self._calls.take(request, lambda response: response.gossip.known != known, signal)
         try:
-            return records.read(response.gossip, SiloStep, steps.MAX_STEP_BYTES)
+            return messages.to_record(response.gossip, SiloStep, steps.MAX_STEP_BYTES)
         except ValueError as exc:
             raise AssignmentFailedError(
                 model_pb2.REASON_TRANSFER_FAILED, f"the server's step is not usable: {exc}"

@@ -16,8 +16,8 @@ from msgspec import structs
 
 from fedplat.codecs import Codec
 from fedplat.errors import CodecError, GossipError, PluginError, UserCodeError
-from fedplat.gossip import combine, compress, files, follow, messages, mix, steps
-from fedplat.gossip.fixed_point import find_largest
+from fedplat.gossip import combine, compress, follow, messages, mix, mixing, steps
+from fedplat.gossip.mixing import find_largest
 from fedplat.model import FLOATING, Parameters, Vector
 from fedplat_client._state.silo_store import PendingMean, RelaySecret, SiloFolder, SiloState
 
@@ -42,7 +42,7 @@ class SiloModel:
         self.size = initial.schema.num_floating
         self._initial_copy = ""
         if codec is not None:
-            self._initial_copy = folder.put(files.make_model_file(initial.to_vector()))
+            self._initial_copy = folder.put(mixing.make_model_file(initial.to_vector()))
         if not self.state.model:
             self._save(model=self._put(initial.to_vector()), copy=self._initial_copy)
 
@@ -54,7 +54,7 @@ class SiloModel:
     @property
     def file_bytes(self) -> int:
         """The size of a silo's file."""
-        return files.file_bytes(self.size, directed=self._is_directed)
+        return mixing.file_bytes(self.size, directed=self._is_directed)
 
     @property
     def mean_bytes(self) -> int:
@@ -65,7 +65,7 @@ class SiloModel:
         """Return the silo's model, float32 [entries]; with push-sum the sum divided by the weight."""
         if not self._is_directed:
             return self._read_plain(self.state.model)
-        total, weight = files.read_sum_file(self._path(self.state.model), self.size)
+        total, weight = mixing.read_sum_file(self._path(self.state.model), self.size)
         return (total / weight).astype(np.float32)
 
     def squared_norm(self) -> float:
@@ -79,7 +79,7 @@ class SiloModel:
 
     def to_parameters(self) -> Parameters:
         """Return the silo's model for a trainer, with the other entries of its last training."""
-        model = files.replace_entries(self._initial, self.read())
+        model = mixing.replace_entries(self._initial, self.read())
         if self.state.carried:
             for name, array in Parameters.open(self._path(self.state.carried)).items():
                 model[name] = array
@@ -90,12 +90,12 @@ class SiloModel:
         step = update.to_vector()
         try:
             if self._is_directed:
-                total, weight = files.read_sum_file(self._path(self.state.model), self.size)
-                file = files.make_sum_file(total + step, weight)
+                total, weight = mixing.read_sum_file(self._path(self.state.model), self.size)
+                file = mixing.make_sum_file(total + step, weight)
             else:
                 with np.errstate(over="ignore"):
                     trained = self.read() + step
-                file = files.make_model_file(trained)
+                file = mixing.make_model_file(trained)
         except GossipError as exc:
             raise GossipError(f"the trained model cannot be used (has the training diverged?): {exc}") from exc
         return self._folder.put(file)
@@ -140,7 +140,7 @@ class SiloModel:
         payload, copy = compress(codec, self.read(), self._read_plain(state.copy), rng)
         followers = tuple(state.mixed_with) if state.mixed_round == state.prepared else ()
         return {
-            "copy": self._folder.put(files.make_model_file(copy)),
+            "copy": self._folder.put(mixing.make_model_file(copy)),
             "delta": messages.Delta(self._folder.put(payload), len(payload), state.copy),
             "followers": None if state.copy == self._initial_copy else followers,
         }
@@ -180,7 +180,7 @@ class SiloModel:
             copy = follow(self._codec, self._read_plain(offered.delta.base), payload.read_bytes())
         except (CodecError, PluginError, UserCodeError) as exc:
             raise GossipError(f"the neighbour's step cannot be decoded: {exc}") from exc
-        digest = self._folder.put(files.make_model_file(copy))
+        digest = self._folder.put(mixing.make_model_file(copy))
         if digest != offered.digest:
             raise GossipError(
                 f"the neighbour's step leads to a file with the digest {digest}; expected {offered.digest}"
@@ -204,12 +204,12 @@ class SiloModel:
         self._save(stored={**self.state.stored, sender: digest})
         return float(away @ away)
 
-    def _subtract(self, path: Path) -> files.Sum:
+    def _subtract(self, path: Path) -> mixing.Sum:
         """Return the difference between a neighbour's model and the silo's: with a codec, of the public copies."""
         if not self._is_directed:
-            return files.read_model_file(path, self.size) - self._read_plain(self.announced).astype(np.float64)
-        total, weight = files.read_sum_file(path, self.size)
-        own, own_weight = files.read_sum_file(self._path(self.state.model), self.size)
+            return mixing.read_model_file(path, self.size) - self._read_plain(self.announced).astype(np.float64)
+        total, weight = mixing.read_sum_file(path, self.size)
+        own, own_weight = mixing.read_sum_file(self._path(self.state.model), self.size)
         return total / weight - own / own_weight
 
     def mix(self, row: messages.CommitRow) -> bool:
@@ -243,20 +243,20 @@ class SiloModel:
     def _mix_models(self, row: messages.CommitRow) -> Parameters:
         neighbours = [(weight, self._read_plain(self.state.stored[name])) for name, weight in row.neighbours]
         copy, spreads = self._read_plain(self.announced), self._initial.schema.spreads
-        return files.make_model_file(mix(self.read(), neighbours, copy, self._gamma, spreads))
+        return mixing.make_model_file(mix(self.read(), neighbours, copy, self._gamma, spreads))
 
     def _mix_sums(self, row: messages.CommitRow) -> Parameters:
-        own = files.read_sum_file(self._path(self.state.model), self.size)
+        own = mixing.read_sum_file(self._path(self.state.model), self.size)
         others = [
-            (weight, *files.read_sum_file(self._path(self.state.stored[name]), self.size))
+            (weight, *mixing.read_sum_file(self._path(self.state.stored[name]), self.size))
             for name, weight in row.neighbours
         ]
         total, weight = combine((row.own, *own), others)  # type: ignore[arg-type] -- these sums are float64
-        return files.make_sum_file(total.astype(np.float64, copy=False), weight)
+        return mixing.make_sum_file(total.astype(np.float64, copy=False), weight)
 
     def keep_mean(self, mean: Vector, round_number: int, attempt: int, chunks: tuple[str, ...]) -> PendingMean:
         """Store the mean of an attempt at a ring, and return it."""
-        file = files.make_mean_file(self._initial, mean)
+        file = mixing.make_mean_file(self._initial, mean)
         away = self.read().astype(np.float64) - file.to_vector()
         pending = PendingMean(round_number, attempt, self._folder.put(file), float(away @ away), chunks)
         self._save(mean=pending)
@@ -265,14 +265,14 @@ class SiloModel:
     def check_mean(self, path: Path) -> None:
         """Raise `GossipError`, and delete a file of another silo, unless it is a model of the job."""
         try:
-            files.read_mean_file(path, self._initial.schema)
+            mixing.read_mean_file(path, self._initial.schema)
         except GossipError:
             self._folder.discard(path)
             raise
 
     def adopt(self, mean: Path, digest: str, round_number: int) -> None:
         """Replace the silo's model by a mean, of which the file is checked and has this digest."""
-        vector, pending = files.read_mean_file(mean, self._initial.schema), self.state.mean
+        vector, pending = mixing.read_mean_file(mean, self._initial.schema), self.state.mean
         self._folder.admit(mean, digest)
         if pending is None or pending.digest != digest:
             pending = PendingMean(round_number, 0, digest, 0.0, ())
@@ -298,8 +298,8 @@ class SiloModel:
     def _put(self, vector: Vector) -> str:
         """Store a model as the silo's, with the weight 1."""
         if self._is_directed:
-            return self._folder.put(files.make_sum_file(vector.astype(np.float64), 1.0))
-        return self._folder.put(files.make_model_file(vector))
+            return self._folder.put(mixing.make_sum_file(vector.astype(np.float64), 1.0))
+        return self._folder.put(mixing.make_model_file(vector))
 
     def _save(self, **changes: object) -> None:
         self._folder.save(structs.replace(self.state, **changes))
@@ -311,4 +311,4 @@ class SiloModel:
         return path
 
     def _read_plain(self, digest: str) -> Vector:
-        return files.read_model_file(self._path(digest), self.size)
+        return mixing.read_model_file(self._path(digest), self.size)

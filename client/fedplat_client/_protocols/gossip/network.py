@@ -19,10 +19,10 @@ import grpc
 import numpy as np
 
 from fedplat.errors import SecureAggregationError
-from fedplat.gossip.shares import MAX_SHARE
+from fedplat.gossip.stated import MAX_SHARE
 from fedplat.gossip.steps import Contact
 from fedplat.secure_aggregation import primitives, relay
-from fedplat.wire import pieces
+from fedplat.wire import messages
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import errors
 from fedplat_client._auth.calls import Connection
@@ -176,7 +176,7 @@ class PeerNetwork:
         sender: str,
         name: str,
         size_bytes: int,
-        write: Callable[[pieces.Bytes], object],
+        write: Callable[[messages.Bytes], object],
         wait_s: float,
         control: Control,
     ) -> None:

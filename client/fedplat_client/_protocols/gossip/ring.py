@@ -8,12 +8,12 @@ from collections import deque
 from collections.abc import Generator, Sequence
 
 from fedplat.errors import SecureAggregationError
-from fedplat.gossip import shares
-from fedplat.gossip.fixed_point import find_largest
+from fedplat.gossip import stated
 from fedplat.gossip.messages import BeginRing
-from fedplat.gossip.options import MIN_RING
+from fedplat.gossip.mixing import find_largest
 from fedplat.gossip.ring import Ring, RingMember, key_payload
 from fedplat.gossip.steps import Contact, chunk_name
+from fedplat.gossip.topology import MIN_RING
 from fedplat.model import Vector
 from fedplat.secure_aggregation.primitives import KeyPair, is_signature
 from fedplat_client import errors, task
@@ -62,8 +62,8 @@ class RingRun:
             )
             self.member = RingMember(self._ring, own, key, model)
             if is_secret:
-                shares.check_shares([member.share for member in begun.members], network.max_share)
-            shares.check_bound(begun.bound, find_largest(model))
+                stated.check_shares([member.share for member in begun.members], network.max_share)
+            stated.check_bound(begun.bound, find_largest(model))
         except (SecureAggregationError, ValueError) as exc:
             raise BrokenRingError(own, 0, f"the ring cannot be trusted: {exc}") from exc
         self._network = network

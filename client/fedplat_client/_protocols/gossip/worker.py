@@ -18,7 +18,7 @@ from fedplat.errors import CodecError, GossipError, PluginError, UserCodeError
 from fedplat.gossip import steps
 from fedplat.gossip.steps import GossipSetup, Progress
 from fedplat.secure_aggregation import messages, primitives, relay
-from fedplat.wire import records
+from fedplat.wire.messages import to_record
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client._protocols.gossip import model, silo_round
 from fedplat_client._protocols.gossip.calls import SiloCalls
@@ -254,7 +254,7 @@ def _read_setup(assignment: fleet_pb2.Assignment, options: ClientOptions) -> Gos
             model_pb2.REASON_UNSAFE_AGGREGATION, f"the owner of this client {problem}; the job is decentralised"
         )
     try:
-        return records.read(assignment.gossip_setup, GossipSetup, steps.MAX_MESSAGE_BYTES)
+        return to_record(assignment.gossip_setup, GossipSetup, steps.MAX_MESSAGE_BYTES)
     except ValueError as exc:
         text = f"the setup of the decentralised job is not usable: {exc}"
         raise AssignmentFailedError(model_pb2.REASON_UNSAFE_AGGREGATION, text) from exc

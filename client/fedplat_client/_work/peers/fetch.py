@@ -13,7 +13,7 @@ from typing import BinaryIO, Protocol
 import grpc
 
 from fedplat.secure_aggregation import primitives, relay
-from fedplat.wire import pieces
+from fedplat.wire import messages
 from fedplat.wire.v1 import model_pb2, peer_pb2
 from fedplat_client import transport
 from fedplat_client._auth.mtls import PeerCredentials
@@ -116,7 +116,7 @@ class _Part(Protocol):
         """The number of bytes."""
         ...
 
-    def write(self, data: pieces.Bytes) -> object:
+    def write(self, data: messages.Bytes) -> object:
         """Append bytes."""
         ...
 
@@ -131,7 +131,7 @@ class _Chunk:
     def size(self) -> int:
         return len(self.content)
 
-    def write(self, data: pieces.Bytes) -> object:
+    def write(self, data: messages.Bytes) -> object:
         self.content += data
         return None
 
@@ -188,7 +188,7 @@ def _append(channel: grpc.Channel, file: PeerFile, part: _Part, timeout_s: float
         call.cancel()
 
 
-def _write(part: _Part, data: pieces.Bytes, file: PeerFile) -> None:
+def _write(part: _Part, data: messages.Bytes, file: PeerFile) -> None:
     if part.size + len(data) > file.size_bytes:
         raise PeerError(
             "WRONG_SIZE", f"the peer {file.client_id} sends more than the {file.size_bytes} announced bytes"

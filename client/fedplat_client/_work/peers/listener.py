@@ -26,7 +26,7 @@ from cryptography import x509
 from google.protobuf.message import DecodeError
 
 from fedplat import wire
-from fedplat.wire import auth, pieces
+from fedplat.wire import auth, messages
 from fedplat.wire.v1 import peer_pb2
 from fedplat_client import errors, transport
 from fedplat_client._auth.mtls import PeerCredentials
@@ -245,7 +245,7 @@ class PeerListener:
             file.seek(request.offset)
             while data := file.read(wire.UPLOAD_CHUNK_BYTES):
                 self._count(offer, caller, len(data), context)
-                yield pieces.frame_field(pieces.CHUNK, data)
+                yield messages.frame_field(messages.CHUNK, data)
 
     def _authenticate(self, context: Context) -> str:
         """Return the id of the caller, which TLS has verified. The expiry is checked again: connections outlive it."""

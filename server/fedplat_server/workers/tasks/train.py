@@ -15,7 +15,7 @@ import numpy as np
 
 from fedplat import durable, errors
 from fedplat.aggregate import ClientRequirements
-from fedplat.aggregate.scaffold import without_control
+from fedplat.aggregate.drift import without_control
 from fedplat.codecs import container
 from fedplat.config import loaded_plugins, user_code
 from fedplat.model import Parameters, Vector, is_finite
