@@ -4,7 +4,7 @@
     python benchmarks/secure_costs.py --quick
 
 Each row is one aggregation in one process, of updates of random numbers. "model" is the formula of
-`fedplat.simulation.secure.costs`, "measured" the processor time of the same steps. Signatures of a roster are verified
+`fedplat.simulation.secure.groups`, "measured" the processor time of the same steps. Signatures of a roster are verified
 once in a process, and once by each client in reality: the measured column adds them for the other clients. The two
 agree within a factor of 1.7 on the machine whose unit costs the model has.
 """
@@ -33,7 +33,7 @@ from fedplat.secure_aggregation.messages import (
 )
 from fedplat.secure_aggregation.participant import Participant, ParticipantLimits
 from fedplat.secure_aggregation.setup import Encoding, Graph, Setup
-from fedplat.simulation.secure import costs
+from fedplat.simulation.secure import groups
 
 CASES = ((20, 100_000, 1), (100, 100_000, 5), (150, 100_000, 7), (100, 1_000_000, 5))
 QUICK = ((10, 1_000, 1),)
@@ -88,11 +88,11 @@ def run(num_clients: int, size: int, num_dropped: int) -> tuple[report.Cell, ...
         for index in survivors.survivors
     }
     server.time(lambda: unmasking.remove_masks(setup, members, sent, survivors, answers, total))
-    client_s = clients.total_s / num_clients + costs.UNITS.verify_s * (num_clients - 1)
-    found = costs.GroupCosts(setup, graph, [each.client_id for each in members])
+    client_s = clients.total_s / num_clients + groups.UNITS.verify_s * (num_clients - 1)
+    found = groups.GroupCosts(setup, graph, [each.client_id for each in members])
     senders = frozenset(sent)
     steps = (
-        costs.advertise(setup),
+        groups.advertising_cost(setup),
         found.share(0),
         found.mask(0, senders),
         found.answer(0, survivors, frozenset()),

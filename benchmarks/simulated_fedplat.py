@@ -18,12 +18,10 @@ from fedplat.pytorch import models
 from fedplat.pytorch.training import Learner, LocalOptions
 from fedplat.simulation.clients import FleetOptions, build_fleet
 from fedplat.simulation.data.federation import Federation
-from fedplat.simulation.engines import malloc
-from fedplat.simulation.engines.client_trainer import ClientTraining
-from fedplat.simulation.engines.loop import LoopEngine
-from fedplat.simulation.engines.processes import ProcessEngine
-from fedplat.simulation.engines.ray.engine import RayEngine
-from fedplat.simulation.engines.vmap import VmapEngine
+from fedplat.simulation.engines import interface
+from fedplat.simulation.engines.client_trainer import ClientTraining, VmapEngine
+from fedplat.simulation.engines.processes import LoopEngine, ProcessEngine
+from fedplat.simulation.engines.ray import RayEngine
 from fedplat.simulation.run import Hooks, Simulation, run
 
 ENGINES = {"loop": LoopEngine, "processes": ProcessEngine, "ray": RayEngine, "vmap": VmapEngine}
@@ -53,7 +51,7 @@ def federation(model: str, clients: int, samples: int) -> Federation:
 def main(engine: str, model: str, clients: int, cohort: int, samples: int, rounds: int) -> None:
     """Simulate a job to its end."""
     print_event("start")
-    malloc.keep_freed_memory()
+    interface.keep_freed_memory()
     job: dict[str, Any] = {
         "name": "bench",
         "population": "bench",

@@ -45,7 +45,7 @@ def _import(reference: str) -> Any:
 
 
 COMMANDS: Mapping[str, Entry] = {
-    "status": Entry("fedplat.cli.status:status", "Show server status."),
+    "status": Entry("fedplat.cli.operators:status", "Show server status."),
     "job": Entry("fedplat.cli.jobs:app", "Submit, follow and control jobs."),
     "round": Entry("fedplat.cli.round_description:app", "Describe a round of a job."),
     "model": Entry("fedplat.cli.models:app", "List and export a job's model versions."),

@@ -120,11 +120,11 @@ def _refuse_options(context: typer.Context, as_json: bool, names: list[str], whe
 def _make_submission(folder: Path, run_config: Sequence[str], population: str | None) -> Submission:
     """Return the job of an app: the server runs the ServerApp that its operator has installed under the same name."""
     from fedplat.flower.app import read_app
-    from fedplat.simulation.scenario import flower_file
+    from fedplat.simulation import flower
 
     app = read_app(folder).with_run_config(run_config)
-    file = flower_file.read(app, population=population, on_server=True)
-    return Submission(file.job_text(), file.job, flower_file.make_initial())
+    file = flower.read_file(app, population=population, on_server=True)
+    return Submission(file.job_text(), file.job, flower.make_initial())
 
 
 class _Lines:

@@ -17,7 +17,7 @@ import msgspec
 import typer
 
 from fedplat import local_options, texts
-from fedplat.cli import progress, session
+from fedplat.cli import session, simulate
 from fedplat.cli.options import JsonOption
 from fedplat.cli.output import Output
 from fedplat.config.user_code import wrap_errors
@@ -163,8 +163,8 @@ def _simulate_plan(
 
 
 def _run(out: Output, file: SimulationFile, name: str, data: Federation | None) -> float | None:
-    board = progress.ProgressEstimate(name, file.job.rounds, file.simulation.target_metric, time.monotonic)
-    with wrap_errors("the training"), api.prepare(file, data) as setup, progress.showing(out, board) as observe:
+    board = simulate.ProgressEstimate(name, file.job.rounds, file.simulation.target_metric, time.monotonic)
+    with wrap_errors("the training"), api.prepare(file, data) as setup, simulate.showing(out, board) as observe:
         last = api.execute(file, setup, observe, on_replayed=board.begin).summary.last
     return None if last is None else last.value
 
@@ -303,7 +303,7 @@ def plan_examples(
 ) -> list[ExamplePlan]:
     """Return epsilon by the numbers of examples and of rounds. Raises `MissingExtraError` without Opacus."""
     from fedplat.pytorch.dp import epsilon
-    from fedplat.pytorch.training.schedule import StepSchedule
+    from fedplat.pytorch.training.examples import StepSchedule
 
     found: list[ExamplePlan] = []
     for count in examples or EXAMPLES:

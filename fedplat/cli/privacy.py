@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fedplat.cli import auditing, formats, options, planning
+from fedplat.cli import formats, options, planning, simulate
 from fedplat.cli.output import ListColumn, ListLayout, Output, to_record
 from fedplat.cli.session import WRONG_USAGE, FormatOption, session
 from fedplat.privacy.options import ADJACENCY
@@ -141,6 +141,6 @@ def _number(epsilon: float) -> str:
 
 app = typer.Typer(no_args_is_help=True, help="Plan, audit and show the privacy of jobs.")
 app.command("plan")(planning.plan)
-app.command("audit")(auditing.audit)
+app.command("audit")(simulate.audit)
 app.command("show")(show)
 app.command("budget")(budget)

@@ -21,7 +21,7 @@ from fedplat import sweep as sweeps
 from fedplat.cli import formats, session
 from fedplat.cli.options import JsonOption
 from fedplat.cli.output import Output, table
-from fedplat.cli.progress import show_live
+from fedplat.cli.simulate import show_live
 from fedplat.config.toml_text import format_toml
 from fedplat.simulation.run_folder import CHECKPOINT_S
 from fedplat.sweep import StepProgress, SweepFile, SweepResult, SweepRow, plan

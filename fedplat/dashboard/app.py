@@ -18,12 +18,11 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Route
 
 from fedplat import errors, fair_places
-from fedplat.dashboard import guard, live, routes
-from fedplat.dashboard.pages.actions import Action
+from fedplat.dashboard import live, routes, sessions
 from fedplat.dashboard.rendering import ASSETS, Frame, Page, Renderer, format_event, format_signal
-from fedplat.dashboard.routes import SignedOutError, describe_failure
+from fedplat.dashboard.routes import Action, SignedOutError, describe_failure
 from fedplat.dashboard.sessions import LONGEST_S, BrowserSession, BrowserSessions, Clock, Login, LoginError
-from fedplat.dashboard.visit import Visit
+from fedplat.dashboard.source import Visit
 from fedplat.wire.v1 import admin_pb2
 
 COOKIE = "__Host-fedplat-session"
@@ -70,7 +69,7 @@ class Dashboard:
         self._locks: dict[tuple[BrowserSession, str], asyncio.Lock] = {}
         self.app = Starlette(
             routes=self._routes(),
-            middleware=[Middleware(guard.Guard, hosts=hosts)],
+            middleware=[Middleware(sessions.Guard, hosts=hosts)],
             exception_handlers={HTTPException: _on_http_error},
         )
 

@@ -1,18 +1,96 @@
-"""The addresses of the pages and of the actions, and the pages of failures."""
+"""The addresses of pages and actions, the actions of the forms, and the pages of failures.
+
+An action returns the address of the page to show next. It raises `InputError` for a form with a mistake.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from urllib.parse import quote
 
 import grpc
 
-from fedplat.dashboard.pages import actions, clients, jobs, records, rounds
-from fedplat.dashboard.pages.actions import InputError
+from fedplat import texts
+from fedplat.dashboard.pages import jobs, lists, rounds
 from fedplat.dashboard.rendering import Page
-from fedplat.dashboard.source import PageSource, refusal_code
-from fedplat.dashboard.visit import NotFoundError, Visit
+from fedplat.dashboard.source import NotFoundError, PageSource, Visit, parse_number, refusal_code
 from fedplat.errors import FedplatError, ServerRefusedError, ServerUnreachableError
+
+Form = Mapping[str, str]
+Action = Callable[[Visit, Form], str]
+
+
+class InputError(Exception):
+    """A form with a mistake; the message is for the person who filled it in."""
+
+
+def start_job(visit: Visit, form: Form) -> str:
+    """Start a job."""
+    return _change(visit, "start")
+
+
+def pause_job(visit: Visit, form: Form) -> str:
+    """Pause a job."""
+    return _change(visit, "pause")
+
+
+def resume_job(visit: Visit, form: Form) -> str:
+    """Resume a paused job."""
+    return _change(visit, "resume")
+
+
+def cancel_job(visit: Visit, form: Form) -> str:
+    """Cancel a job, if the form has its name."""
+    _check_name(form, visit.source.show_job(visit.names["job"]).name, "job")
+    return _change(visit, "cancel")
+
+
+def roll_back_job(visit: Visit, form: Form) -> str:
+    """Make a job continue from an older version, if the form has its name."""
+    job = visit.source.show_job(visit.names["job"])
+    try:
+        version = parse_number(form.get("version", "").strip())
+    except NotFoundError as exc:
+        raise InputError("The version is not a number; enter one of the versions of this job, such as 3.") from exc
+    _check_name(form, job.name, "job")
+    visit.server.rollback(visit.names["job"], version)
+    return _job_address(visit)
+
+
+def revoke_client(visit: Visit, form: Form) -> str:
+    """Revoke a client, if the form has its id."""
+    client = visit.names["client"]
+    _check_name(form, client, "client")
+    visit.server.revoke_client(client)
+    return f"/clients/{quote(client, safe='')}"
+
+
+def revoke_enrollment(visit: Visit, form: Form) -> str:
+    """Revoke an enrollment token, if the form has its id; the clients that enrolled with it stay."""
+    enrollment = visit.names["enrollment"]
+    _check_name(form, enrollment, "enrollment")
+    visit.server.revoke_enrollment(enrollment)
+    return "/enrollments"
+
+
+def _change(visit: Visit, action: str) -> str:
+    visit.server.change_job(visit.names["job"], action)
+    return _job_address(visit)
+
+
+def _job_address(visit: Visit) -> str:
+    return f"/jobs/{quote(visit.names['job'], safe='')}"
+
+
+def _check_name(form: Form, expected: str, noun: str) -> None:
+    entered = form.get("name", "").strip()
+    if entered != expected:
+        raise InputError(
+            f"Nothing was changed: you entered {texts.quote(entered)}, but the {noun} is {texts.quote(expected)}. "
+            "Enter exactly that to confirm."
+        )
+
 
 PageFunction = Callable[[Visit], Page]
 
@@ -43,14 +121,14 @@ PAGES = (
     PageRoute("/jobs/{job}/charts/{chart}", jobs.show_chart),
     PageRoute("/jobs/{job}/rounds", jobs.list_rounds),
     PageRoute("/jobs/{job}/rounds/{round}", rounds.show_round),
-    PageRoute("/fleet", clients.show_fleet),
-    PageRoute("/clients", clients.list_clients),
-    PageRoute("/clients/{client}", clients.show_client),
-    PageRoute("/privacy", records.show_privacy),
-    PageRoute("/audit", records.list_audit),
-    PageRoute("/enrollments", records.list_enrollments),
-    PageRoute("/operators", records.list_operators),
-    PageRoute("/alerts", records.list_alerts),
+    PageRoute("/fleet", lists.show_fleet),
+    PageRoute("/clients", lists.list_clients),
+    PageRoute("/clients/{client}", lists.show_client),
+    PageRoute("/privacy", lists.show_privacy),
+    PageRoute("/audit", lists.list_audit),
+    PageRoute("/enrollments", lists.list_enrollments),
+    PageRoute("/operators", lists.list_operators),
+    PageRoute("/alerts", lists.list_alerts),
 )
 MENU = (
     MenuEntry("overview", "/", "Overview", for_simulations=True),
@@ -62,14 +140,14 @@ MENU = (
     MenuEntry("enrollments", "/enrollments", "Enrollments", "operator"),
     MenuEntry("operators", "/operators", "Operators", "admin"),
 )
-ACTIONS: Mapping[str, actions.Action] = {
-    "/jobs/{job}/start": actions.start,
-    "/jobs/{job}/pause": actions.pause,
-    "/jobs/{job}/resume": actions.resume,
-    "/jobs/{job}/cancel": actions.cancel,
-    "/jobs/{job}/rollback": actions.roll_back,
-    "/clients/{client}/revoke": actions.revoke_client,
-    "/enrollments/{enrollment}/revoke": actions.revoke_enrollment,
+ACTIONS: Mapping[str, Action] = {
+    "/jobs/{job}/start": start_job,
+    "/jobs/{job}/pause": pause_job,
+    "/jobs/{job}/resume": resume_job,
+    "/jobs/{job}/cancel": cancel_job,
+    "/jobs/{job}/rollback": roll_back_job,
+    "/clients/{client}/revoke": revoke_client,
+    "/enrollments/{enrollment}/revoke": revoke_enrollment,
 }
 _RANKS = {"": 0, "viewer": 0, "operator": 1, "admin": 2}
 

@@ -19,7 +19,7 @@ import msgspec
 
 from fedplat.config.decoding import prepare_type
 from fedplat.config.toml_text import format_toml
-from fedplat.dashboard import charts, visit
+from fedplat.dashboard import formats, source
 from fedplat.errors import DataError, JobFileError
 from fedplat.packed.index import open_regular
 from fedplat.simulation.recording import folder as folders
@@ -110,7 +110,7 @@ class RunFolderSource:
         """Return the job of the run with its simulation file. Raises `NotFoundError` for another one."""
         found = self._job()
         if job not in (found.job_id, found.name):
-            raise visit.NotFoundError
+            raise source.NotFoundError
         try:
             found.job_file = format_toml(self._inputs.get("simulation", {}))
         except (JobFileError, TypeError, ValueError):  # an object that Python code made
@@ -122,7 +122,7 @@ class RunFolderSource:
         records = self._reader.read()
         if request.num_samples:
             committed = [each for each in records if each.committed and each.kind == "TRAIN"]
-            chosen = [committed[at] for at in charts.spread(len(committed), request.num_samples)]
+            chosen = [committed[at] for at in formats.spread(len(committed), request.num_samples)]
             return admin_pb2.ListRoundsResponse(rounds=map(_round, chosen), total=len(committed))
         chosen = [each for each in records if each.round == request.round or not request.round]
         if not request.all_attempts:
@@ -141,7 +141,7 @@ class RunFolderSource:
         attempts = [each for each in self._reader.read() if each.round == round_ and each.kind == "TRAIN"]
         chosen = [each for each in attempts if attempt in (0, each.attempt)]
         if not chosen:
-            raise visit.NotFoundError
+            raise source.NotFoundError
         return admin_pb2.RoundDetails(round=_round(chosen[-1]), num_attempts=attempts[-1].attempt)
 
     @_guard

@@ -2,14 +2,22 @@
 
 Every section is one frozen record with its own checks (`sections.py`); unknown keys are errors. `spec.py` is the whole
 job, with the checks of tables against each other, and warnings about settings that are allowed but seldom useful;
-`rule.py` and `privacy.py` build the objects that a job runs with. `parse_job` reports each mistake with its key,
+`privacy.py` and `secure.py` build the objects that a job runs with. `parse_job` reports each mistake with its key,
 its value and the expected values, and suggests similar names.
 """
 
 from __future__ import annotations
 
-from fedplat.job.privacy import build_mechanism, calibrate, charges, find_mechanism, find_mechanism_of, plan_charge
-from fedplat.job.rule import build_rule, build_secure_rule
+from fedplat.job.privacy import (
+    build_mechanism,
+    build_rule,
+    build_secure_rule,
+    calibrate,
+    charges,
+    find_mechanism,
+    find_mechanism_of,
+    plan_charge,
+)
 from fedplat.job.sections import (
     Adaptive,
     ClientEvaluation,

@@ -12,8 +12,8 @@ from fedplat.simulation.clients import FleetOptions
 from fedplat.simulation.data import Dataset, Federation
 from fedplat.simulation.report.comparison import Comparison
 from fedplat.simulation.run_folder import RunFolderOptions
+from fedplat.simulation.scenario.building import make_job
 from fedplat.simulation.scenario.file import SimulationFile
-from fedplat.simulation.scenario.objects import make_job
 from fedplat.simulation.scenario.options import SimulationOptions
 
 __all__ = [

@@ -31,8 +31,15 @@ from fedplat.simulation.recording.result import AttemptResult, Result, describe_
 from fedplat.simulation.report import notebook, plots, summary
 from fedplat.simulation.report.comparison import Comparison, compare_results
 from fedplat.simulation.report.progress import ProgressEstimate, ShowProgress, show_bar
-from fedplat.simulation.report.statistics import CONFIDENCE
-from fedplat.simulation.report.summary import SecureSummary, Series, Summary, series, summarize, summarize_costs
+from fedplat.simulation.report.summary import (
+    CONFIDENCE,
+    SecureSummary,
+    Series,
+    Summary,
+    series,
+    summarize,
+    summarize_costs,
+)
 from fedplat.simulation.run import run as play
 from fedplat.simulation.run_folder import Observer, RunFolderOptions, open_run_folder, remove_journal
 from fedplat.simulation.scenario import file as files

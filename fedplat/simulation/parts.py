@@ -6,7 +6,7 @@ import dataclasses
 
 from fedplat import job, model
 from fedplat.simulation.clients import Fleet
-from fedplat.simulation.clients.links import LinkOptions
+from fedplat.simulation.clients.fleet import LinkOptions
 from fedplat.simulation.engines.interface import Engine
 from fedplat.simulation.scenario.options import YEAR_S, SecureMode
 

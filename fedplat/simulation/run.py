@@ -23,8 +23,8 @@ from fedplat.simulation.federated.training import RealTraining
 from fedplat.simulation.gossip.silos import SiloTraining
 from fedplat.simulation.parts import Simulation
 from fedplat.simulation.protocols.registry import kind_of
-from fedplat.simulation.recording.replay_log import ReplayLog
 from fedplat.simulation.recording.result import Result
+from fedplat.simulation.recording.resuming import ReplayLog
 from fedplat.simulation.recording.statistics import Observer, RunStatistics, count_staleness, measure_groups
 from fedplat.simulation.scenario import feasible
 from fedplat.simulation.secure.sums import setup_of

@@ -15,8 +15,8 @@ from typing import Any
 
 from fedplat import errors, trackers
 from fedplat.privacy.accounting import Cost
-from fedplat.simulation.recording import checkpoint
 from fedplat.simulation.recording import folder as folders
+from fedplat.simulation.recording import resuming
 from fedplat.simulation.recording.result import AttemptResult
 from fedplat.simulation.run import Hooks
 from fedplat.trackers import RoundMetrics
@@ -112,7 +112,7 @@ def open_run_folder(
             else:
                 folders.begin(options.folder, inputs, resumable=resumable)
             journal = options.folder / folders.JOURNAL
-            last = checkpoint.find(journal)
+            last = resuming.find_checkpoint(journal)
             replayed = 0 if last is None else last.version
             hooks = dataclasses.replace(hooks, journal=journal, checkpoint_due=_checkpoints(options))
             observers.append(stack.enter_context(folders.Lines(options.folder)).add)

@@ -18,7 +18,7 @@ from fedplat.simulation.data import Dataset, Federation, divide, federation
 from fedplat.simulation.data.federation import check_finite
 from fedplat.simulation.engines import registry, tasks
 from fedplat.simulation.engines.interface import Engine
-from fedplat.simulation.scenario import building, feasible, objects
+from fedplat.simulation.scenario import building, feasible
 from fedplat.simulation.scenario.file import SimulationFile
 from fedplat.simulation.scenario.options import SimulationOptions
 
@@ -198,7 +198,7 @@ def _list_doubts(file: SimulationFile, options: LocalOptions, learner: Learner) 
 
 def _check_references(file: SimulationFile) -> None:
     """Raise `JobFileError` if no model is named, or one that the workers of Ray cannot import."""
-    if file.job.model.initial == objects.OF_LEARNER:
+    if file.job.model.initial == building.OF_LEARNER:
         raise JobFileError("model: missing; expected make_job(model, ...) or simulate(..., learner=Learner(model=...))")
     options = file.simulation.model
     keys = ("module", "loss", "accuracy")

@@ -1,7 +1,7 @@
 """Sweeps: many simulations with other values of some keys, in parallel, and a table of their results.
 
-`run("sweep.toml")` computes a sweep. Planning (`plan`, `schedule`, `search`) and the table (`outcome`, `table`) are
-pure functions of the file and of the results; `runner`, `pool` and `worker` compute runs, and `store` keeps them.
+`run("sweep.toml")` computes a sweep. Planning (`plan`, `schedule`) and the `table` are pure functions of the file and
+of the results; `runner`, `pool` and `worker` compute runs, and `result` keeps them.
 """
 
 from __future__ import annotations

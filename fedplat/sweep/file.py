@@ -18,9 +18,8 @@ from fedplat.simulation.scenario import feasible
 from fedplat.simulation.scenario import file as files
 from fedplat.simulation.scenario.file import SimulationFile
 from fedplat.simulation.scenario.options import ModelOptions
-from fedplat.sweep import plan, search
-from fedplat.sweep.outcome import VIRTUAL_S, Objective
-from fedplat.sweep.plan import Configuration, IntegerRange, Stopping, SweepOptions
+from fedplat.sweep import plan, schedule
+from fedplat.sweep.plan import VIRTUAL_S, Configuration, IntegerRange, Objective, Stopping, SweepOptions
 
 _CONFIG = "config."
 _ENGINE = "simulation.engine"
@@ -168,7 +167,7 @@ def read(path: Path) -> SweepFile:
             f"{path}: configuration {duplicate.number} ({file.describe(duplicate)}) occurs twice; expected different "
             "values"
         )
-    checked = search.list_corners(options.search) if options.search is not None else file.configurations
+    checked = schedule.list_corners(options.search) if options.search is not None else file.configurations
     all_read = file.check(checked)
     with files.naming(path):
         _check_rounds(options.stopping, max(each.job.rounds for each in all_read))

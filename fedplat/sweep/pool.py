@@ -19,7 +19,7 @@ from typing import Any
 from typing_extensions import override
 
 from fedplat.errors import DataError, EngineError, FedplatError
-from fedplat.simulation.engines.ray.cluster import Cluster
+from fedplat.simulation.engines.ray import Cluster
 from fedplat.sweep.worker import (
     DoneReply,
     FailureReply,

@@ -14,13 +14,10 @@ from fedplat.simulation.engines.registry import ProcessesOptions
 from fedplat.simulation.run_folder import CHECKPOINT_S
 from fedplat.sweep import file as files
 from fedplat.sweep.file import SweepFile
-from fedplat.sweep.outcome import Outcome
-from fedplat.sweep.plan import Configuration
+from fedplat.sweep.plan import Configuration, Outcome
 from fedplat.sweep.pool import ProcessPool, SweepPool
-from fedplat.sweep.result import SweepResult
-from fedplat.sweep.schedule import ChooseBatch, Evaluated, RunKey, RunPart, once, schedule
-from fedplat.sweep.search import TrialChooser
-from fedplat.sweep.store import SweepFolder, open_folder
+from fedplat.sweep.result import SweepFolder, SweepResult, open_folder
+from fedplat.sweep.schedule import ChooseBatch, Evaluated, RunKey, RunPart, TrialChooser, once, schedule
 from fedplat.sweep.worker import DoneReply, PartRequest, RoundReply, WorkerSetup
 
 

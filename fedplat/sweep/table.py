@@ -9,8 +9,8 @@ from typing import Any
 from msgspec import Struct
 
 from fedplat.metrics import find_range
-from fedplat.simulation.report.statistics import EVERY_NUMBER, mean_interval
-from fedplat.sweep.outcome import VIRTUAL_S, Objective, Outcome
+from fedplat.simulation.report.summary import EVERY_NUMBER, mean_interval
+from fedplat.sweep.plan import VIRTUAL_S, Objective, Outcome
 from fedplat.sweep.schedule import Evaluated
 
 

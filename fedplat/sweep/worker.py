@@ -27,7 +27,7 @@ from fedplat.simulation.recording import folder as folders
 from fedplat.simulation.recording.result import AttemptResult
 from fedplat.simulation.scenario import file as files
 from fedplat.simulation.scenario.file import SimulationFile
-from fedplat.sweep.outcome import Objective, Outcome, list_metrics, summarize_attempts
+from fedplat.sweep.plan import Objective, Outcome, list_metrics, summarize_attempts
 
 
 class WorkerSetup(Struct, frozen=True, kw_only=True):

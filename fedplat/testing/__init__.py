@@ -15,14 +15,11 @@ from fedplat.errors import MissingExtraError
 from fedplat.extras import install_command
 from fedplat.testing.codecs import check_codec
 from fedplat.testing.errors import ConformanceError
-from fedplat.testing.fleets import check_availability, check_distribution
 from fedplat.testing.learners import check_learner
-from fedplat.testing.partitions import check_partition
-from fedplat.testing.policies import check_policy
+from fedplat.testing.policies import check_policy, check_staleness
 from fedplat.testing.robust import check_pre_aggregator, check_robust_rule
 from fedplat.testing.rules import check_rule
-from fedplat.testing.sources import check_source
-from fedplat.testing.staleness import check_staleness
+from fedplat.testing.simulated import check_availability, check_distribution, check_partition, check_source
 
 if TYPE_CHECKING:
     import torch

@@ -1,7 +1,6 @@
 """Experiment trackers: the rounds of a job or a simulation as metrics in MLflow or TensorBoard."""
 
-from fedplat.trackers.mlflow import MlflowTracker
-from fedplat.trackers.tensorboard import TensorBoardTracker
+from fedplat.trackers.backends import MlflowTracker, TensorBoardTracker
 from fedplat.trackers.tracker import (
     BackgroundTracker,
     RoundMetrics,

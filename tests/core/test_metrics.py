@@ -18,8 +18,7 @@ from fedplat.metrics import F1, METRICS, R2, MeanAbsoluteError, Metric, TopKAccu
 from fedplat.pytorch.training import Learner, Scores
 from fedplat.simulation.engines.client_trainer import ClientTraining
 from fedplat.simulation.engines.interface import ClientTask
-from fedplat.simulation.engines.loop import LoopEngine
-from fedplat.simulation.engines.processes import ProcessEngine
+from fedplat.simulation.engines.processes import LoopEngine, ProcessEngine
 from fedplat.testing import check_metric
 from support.metrics import BROKEN
 from support.simulation.tasks import task, two_layers

@@ -66,7 +66,7 @@ ALLOWED = {
         "benchmarks/papers/reproduction.py": "pickles between the program and its own workers",
     },
     "ray": {
-        "fedplat/simulation/engines/ray/cluster.py": "pickles between machines of a researcher's own cluster",
+        "fedplat/simulation/engines/ray.py": "pickles between machines of a researcher's own cluster",
         "benchmarks/peers/flower_simulation.py": "a peer's own simulation, on this machine",
     },
     "pickle": {

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from fedplat.sweep.outcome import Objective, Outcome
-from fedplat.sweep.plan import Configuration, Stopping
+from fedplat.sweep.plan import Configuration, Objective, Outcome, Stopping
 from fedplat.sweep.pool import SweepPool
 from fedplat.sweep.schedule import ChooseBatch, Evaluated, RunKey, RunPart, schedule
 from fedplat.sweep.worker import DoneReply, PartRequest, WorkerReply

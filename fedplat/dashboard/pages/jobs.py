@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from markupsafe import Markup
 
 from fedplat.admin import descriptions
-from fedplat.dashboard import charts, formats
-from fedplat.dashboard.charts import Chart, ChartSeries, Unit, finite
+from fedplat.dashboard import formats
+from fedplat.dashboard.formats import Chart, ChartSeries, Unit, finite
 from fedplat.dashboard.rendering import Page
-from fedplat.dashboard.visit import PAGE_SIZE, NotFoundError, OptionalResult, Visit, call_if_supported
+from fedplat.dashboard.source import PAGE_SIZE, NotFoundError, OptionalResult, Visit, call_if_supported
 from fedplat.metrics import is_score, is_smaller_better
 from fedplat.wire.v1 import admin_pb2, events_pb2
 
@@ -174,7 +174,7 @@ def _line(visit: Visit, job: admin_pb2.Job) -> JobLine:
     values = [value for each in rounds if (value := metric_values(each).get(name)) is not None]
     last = formats.number(values[-1]) if values else ""
     text = f"{name} over {len(values)} rounds, now {last}"
-    return JobLine(job, charts.sparkline(values, text), f"{name} {last}" if values else "")
+    return JobLine(job, formats.sparkline(values, text), f"{name} {last}" if values else "")
 
 
 MAX_METRICS = 3

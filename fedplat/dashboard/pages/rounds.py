@@ -7,7 +7,7 @@ import dataclasses
 from fedplat.admin import descriptions
 from fedplat.dashboard import formats, rendering
 from fedplat.dashboard.pages.jobs import outcome_counts
-from fedplat.dashboard.visit import OptionalResult, Visit, call_if_supported, parse_number
+from fedplat.dashboard.source import OptionalResult, Visit, call_if_supported, parse_number
 from fedplat.wire.v1 import admin_pb2
 
 NUM_ASSIGNMENTS = 40

@@ -11,8 +11,7 @@ from fedplat.errors import MissingExtraError
 from fedplat.extras import install_command
 
 try:
-    from fedplat.pytorch.dp.accounting import RecordedLedger, epsilon
-    from fedplat.pytorch.dp.clipping import Clipper, Clipping, StepNoise, clipping, make_noise
+    from fedplat.pytorch.dp.clipping import Clipper, Clipping, RecordedLedger, StepNoise, clipping, epsilon, make_noise
     from fedplat.pytorch.dp.clipping import check_model as check
 except ImportError as exc:
     raise MissingExtraError(

@@ -20,7 +20,7 @@ from fedplat import errors, local_options, model
 from fedplat.aggregate.local import CONTROL, LocalAlgorithm
 from fedplat.client_state import ClientState
 from fedplat.pytorch import convert, training
-from fedplat.pytorch.parallel import algorithms, apply, mesh
+from fedplat.pytorch.parallel import algorithms, apply
 from fedplat.pytorch.parallel.plan import ParallelPlan, find_plan, split_stages
 from fedplat.pytorch.parallel.tensor import find_ties, reduce_partial_gradients, restore_ties
 from fedplat.pytorch.training.learner import has_batch_norm
@@ -35,7 +35,7 @@ class DividedModule(training.Trainee):
     def __init__(
         self,
         learner: training.Learner,
-        layout: mesh.Layout,
+        layout: apply.Layout,
         plan: ParallelPlan | None = None,
         precision: apply.Precision = "fp32",
         seed: int = 0,
@@ -176,7 +176,7 @@ def _empty_parameters() -> Generator[None]:
         yield
 
 
-def _check_module(module: nn.Module, learner: training.Learner, layout: mesh.Layout) -> None:
+def _check_module(module: nn.Module, learner: training.Learner, layout: apply.Layout) -> None:
     """Raise `ValueError` if a module cannot be divided."""
     name = type(module).__name__
     if learner.personal:

@@ -15,7 +15,7 @@ import torch
 from torch import distributed
 from typing_extensions import override
 
-from fedplat.pytorch.parallel import divided_module, mesh, parts, pipeline
+from fedplat.pytorch.parallel import apply, divided_module, parts, pipeline
 from fedplat.pytorch.training import Examples, Indices, Scores, Sums, iterate_batches
 
 
@@ -82,7 +82,7 @@ class _Chain:
         self._last = layout.parallel.num_stages - 1
         self.is_pipeline = len(self._own) <= self._last
         self.reads = not {0, self._last}.isdisjoint(self._own)
-        self.counts = layout.mesh is None or layout.mesh.get_local_rank(mesh.TENSOR) == 0
+        self.counts = layout.mesh is None or layout.mesh.get_local_rank(apply.TENSOR) == 0
         self._shapes: list[pipeline.Shape] = []
         self._sends: list[tuple[distributed.Work, torch.Tensor]] = []
 

@@ -22,9 +22,10 @@ import torch
 from torch import distributed, nn
 from typing_extensions import override
 
-from fedplat.pytorch.parallel import apply, divided_module, layout_gradients, pipedream, pipeline
-from fedplat.pytorch.parallel.mesh import Layout
+from fedplat.pytorch.parallel import apply, divided_module, pipedream, pipeline
+from fedplat.pytorch.parallel.apply import Layout
 from fedplat.pytorch.parallel.parts import (
+    LayoutGradients,
     PartLoss,
     RankBatch,
     choose_micro_batch_size,
@@ -54,7 +55,7 @@ def make_gradients(
     return ParallelGradients(layout, seed, begin)
 
 
-class ParallelGradients(layout_gradients.LayoutGradients):
+class ParallelGradients(LayoutGradients):
     """The gradient computation of a layout with `data`, `shard` and `tensor` ranks.
 
     The parts of a batch, their seeds and their weights are those of `DataParallelGradients` with as many logical ranks
@@ -86,7 +87,7 @@ class ParallelGradients(layout_gradients.LayoutGradients):
             yield scores
 
 
-class GradientsInTurn(layout_gradients.LayoutGradients):
+class GradientsInTurn(LayoutGradients):
     """The gradient computation of a layout on processes that each have the whole module.
 
     There can be as many processes as the layout has parts, or fewer.

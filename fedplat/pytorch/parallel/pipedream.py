@@ -31,7 +31,7 @@ from torch.func import functional_call
 from typing_extensions import override
 
 from fedplat.pytorch.distributed import Ranks
-from fedplat.pytorch.parallel import divided_module, mesh
+from fedplat.pytorch.parallel import apply, divided_module
 from fedplat.pytorch.parallel.parts import RankBatch, divide, sum_scores
 from fedplat.pytorch.training import Examples, GradientComputation, Scores, StepSchedule, Sums, Trainee, use_seed
 from fedplat.pytorch.training.stepper import Stepper
@@ -48,7 +48,7 @@ class PipeDreamGradients(GradientComputation):
     of a stage change after each of its backward passes, by the caller's `stepper.step()`.
     """
 
-    def __init__(self, layout: mesh.Layout, seed: int, begin: int = 0, drain_every: int = 0) -> None:
+    def __init__(self, layout: apply.Layout, seed: int, begin: int = 0, drain_every: int = 0) -> None:
         """Skip the first `begin` steps of a plan; drain the pipeline after every `drain_every` steps (0: at the end).
 
         A training can resume from a step at which the pipeline drains, with the same bits.

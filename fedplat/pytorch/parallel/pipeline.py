@@ -30,10 +30,9 @@ from fedplat.config.decoding import prepare_type
 from fedplat.errors import TrainingError
 from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.parallel import parts
-from fedplat.pytorch.parallel.apply import sharded_modules
+from fedplat.pytorch.parallel.apply import PIPELINE, Layout, sharded_modules
 from fedplat.pytorch.parallel.divided_module import DividedModule
-from fedplat.pytorch.parallel.layout_gradients import LayoutGradients
-from fedplat.pytorch.parallel.mesh import PIPELINE, Layout
+from fedplat.pytorch.parallel.parts import LayoutGradients
 from fedplat.pytorch.training import Examples, Scores, StepSchedule, use_seed
 from fedplat.pytorch.training.stepper import Stepper
 

@@ -30,8 +30,7 @@ from fedplat.config.decoding import prepare_type
 from fedplat.errors import MissingExtraError
 from fedplat.extras import install_command
 from fedplat.pytorch.training import Examples
-from fedplat.pytorch.training.examples import Batch
-from fedplat.pytorch.training.schedule import Indices
+from fedplat.pytorch.training.examples import Batch, Indices
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -21,7 +21,7 @@ from fedplat.model import Parameters
 from fedplat.parallel import Parallel
 from fedplat.pytorch import distributed, training
 from fedplat.pytorch.parallel import ParallelPlan, ParallelTrainee, evaluate_parts
-from fedplat.pytorch.parallel.mesh import Layout, make_layout, make_mesh
+from fedplat.pytorch.parallel.apply import Layout, make_layout, make_mesh
 from fedplat.pytorch.parallel.parts import sum_scores
 from fedplat.pytorch.training import Examples, Sums, Trainee, evaluate_batches, iterate_batches
 

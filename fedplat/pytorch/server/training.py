@@ -1,9 +1,19 @@
-"""Training on the server's own data: a warm start, and steps at the end of rounds."""
+"""Training on the server's own data: a warm start, steps at the end of rounds, and distillation (FedDF).
+
+Source: Lin et al. 2020, "Ensemble Distillation for Robust Model Fusion in Federated Learning", arXiv 2006.07242,
+Algorithm 1: the student starts at the average of the clients' models, and each step follows the gradient of
+KL(softmax(mean of the teachers' logits) || softmax(the student's logits)) on a batch of unlabelled examples. With a
+temperature T both sides are divided by T. The loss is not multiplied by T² as in Hinton et al. 2015, because the
+authors' own program does not do so either. Teachers are in evaluation mode, the student in training mode (dropout,
+BatchNorm).
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +23,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from fedplat.client_state import ClientState
 from fedplat.config.decoding import prepare_type
@@ -22,10 +33,22 @@ from fedplat.parallel import Parallel
 from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.parallel import Layout, ParallelTrainee, make_gradients
 from fedplat.pytorch.parallel.profiling import StepProfile, TracedExamples
-from fedplat.pytorch.server import data_parallel, hogwild, profiling
+from fedplat.pytorch.server import data_parallel, profiling
 from fedplat.pytorch.server.checkpoints import Checkpoints, TrainingState
 from fedplat.pytorch.server.trainer import ServerTrainer, find_layout, load_examples, make_on_all_ranks
-from fedplat.pytorch.training import Examples, GradientComputation, LocalOptions, Scores, StepSchedule, Sums, Trainee
+from fedplat.pytorch.training import (
+    Examples,
+    GradientComputation,
+    Indices,
+    LocalOptions,
+    Loss,
+    Scores,
+    StepSchedule,
+    Sums,
+    Trainee,
+    use_seed,
+)
+from fedplat.pytorch.training.examples import Batch
 from fedplat.pytorch.training.learner import make_loss
 from fedplat.pytorch.training.stepper import StepAlgorithm, Stepper
 
@@ -140,8 +163,8 @@ class TrainingLoop:
     def run(self, parameters: Parameters) -> TrainingCurve:
         """Train the model in place. Raises `TrainingError` if it does not fit."""
         optimizer = make_on_all_ranks(self.ranks, lambda: self._reset(parameters))
-        if hogwild.is_chosen(self._work.options):
-            hogwild.share_parameters(self.ranks, self.trainee.parameters().values())
+        if data_parallel.is_hogwild_chosen(self._work.options):
+            data_parallel.share_parameters(self.ranks, self.trainee.parameters().values())
         progress = TrainingState(self.trainee, optimizer, self.plan.num_steps)
         checkpoints = self._checkpoints()
         if checkpoints is not None:
@@ -182,8 +205,8 @@ class TrainingLoop:
         trainee = Trainee(learner, self.ranks.device, seed)
         examples = load_examples(self._trainer.data, self.ranks.device)
         self._data_parallel(0).check(trainee, len(examples))
-        if hogwild.is_chosen(self._work.options):
-            hogwild.check_trainer(self._trainer, trainee)
+        if data_parallel.is_hogwild_chosen(self._work.options):
+            data_parallel.check_hogwild_trainer(self._trainer, trainee)
         return trainee, examples
 
     def _reset(self, parameters: Parameters) -> torch.optim.Optimizer:
@@ -192,8 +215,8 @@ class TrainingLoop:
         table, trained = self._work.options, self.trainee.parameters().values()
         if self._trainer.optimizer is not None:
             return self._trainer.optimizer(trained, table)
-        if hogwild.is_chosen(table):
-            return hogwild.make_optimizer(trained, table)
+        if data_parallel.is_hogwild_chosen(table):
+            return data_parallel.make_hogwild_optimizer(trained, table)
         return torch.optim.SGD(
             trained, lr=table.learning_rate, momentum=table.momentum, weight_decay=table.weight_decay
         )
@@ -201,8 +224,8 @@ class TrainingLoop:
     def _gradients(self, begin: int) -> GradientComputation:
         table, work = self._work.options, self._work
         every = table.checkpoint_every if isinstance(table, WarmStart) else 0
-        if hogwild.is_chosen(table):
-            return hogwild.HogwildGradients(self.ranks, work.num_ranks, work.seed, begin, every)
+        if data_parallel.is_hogwild_chosen(table):
+            return data_parallel.HogwildGradients(self.ranks, work.num_ranks, work.seed, begin, every)
         if self._layout is None:
             return self._data_parallel(begin)
         return make_gradients(self._layout, work.seed, begin, drain_every=every)
@@ -273,3 +296,71 @@ class LearningRates:
         """Set the rates of the next step to the configured ones times a factor."""
         for group, base in zip(self._groups, self._base, strict=True):
             group["lr"] = base * by
+
+
+def distill(
+    ranks: Ranks, trainer: ServerTrainer, parameters: Parameters, teachers: Iterable[Parameters], work: TrainingRun
+) -> TrainingCurve | None:
+    """Train the aggregate in place on the predictions of the teachers, the clients' models, for the trainer's inputs.
+
+    Called like `train`; the options are a `ServerStep`, the data's targets are ignored. `teachers` are iterated once,
+    in the same order on every rank. A rank stores the teachers' mean logits of the inputs that it will use, in float32.
+    The losses are divergences. Raises `TrainingError` and, without a teacher, `ValueError`.
+    """
+    assert isinstance(work.options, ServerStep)
+    group = ranks.subgroup(work.num_ranks)
+    if group is None:
+        return None
+    student = dataclasses.replace(trainer, loss=divergence(work.options.temperature), accuracy="none")
+    loop = TrainingLoop(group, student, work)
+    loop.examples = _DistillationExamples(loop.examples, _mean_logits(loop, teachers))
+    return loop.run(parameters)
+
+
+def divergence(temperature: float) -> Loss:
+    """Return the loss KL(softmax(teacher / T) || softmax(student / T)), with classes in dimension 1.
+
+    It is the mean over examples, and over positions if there are any. The dimensions are those of `cross_entropy`.
+    """
+
+    def loss(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+        target = nn.functional.log_softmax(teacher / temperature, dim=1)
+        prediction = nn.functional.log_softmax(student / temperature, dim=1)
+        return nn.functional.kl_div(prediction, target, reduction="none", log_target=True).sum(1).mean()
+
+    return loss
+
+
+class _DistillationExamples:
+    """Examples with the teachers' mean logits as targets, in the order in which the training uses them."""
+
+    def __init__(self, examples: Examples, logits: list[torch.Tensor]) -> None:
+        self._examples, self._logits = examples, logits
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def batches(self, order: Iterable[Indices]) -> Iterator[Batch]:
+        for (inputs, _), logits in zip(self._examples.batches(order), self._logits, strict=True):
+            yield inputs, logits
+
+
+def _mean_logits(loop: TrainingLoop, teachers: Iterable[Parameters]) -> list[torch.Tensor]:
+    """Return the mean of the teachers' logits for each batch that this process will compute."""
+    parts = list(itertools.chain.from_iterable(loop.parts()))
+    sums: list[torch.Tensor] = []
+    count = 0
+    for count, teacher in enumerate(teachers, 1):
+        loop.trainee.load(teacher, ClientState())
+        module = loop.trainee.module.eval()
+        batches = loop.examples.batches(part.indices for part in parts)
+        for number, part in enumerate(parts):
+            with torch.no_grad(), use_seed(loop.trainee.device, part.seed):  # a dataset may be random
+                logits = module(next(batches)[0]).float()
+            if count == 1:
+                sums.append(logits)
+            else:
+                sums[number] = sums[number] + logits
+    if not count:
+        raise ValueError("no client's model to distill; expected at least one")
+    return [each / count for each in sums]

@@ -1,6 +1,6 @@
 """Local training (extra "torch"): the training between two model versions, on real and simulated clients.
 
-`trainer.py` contains the loop, `schedule.py` the examples of each step, `fedplat/local_options.py` the meaning of a
+`trainer.py` contains the loop, `examples.py` the examples of each step, `fedplat/local_options.py` the meaning of a
 job's `[config]`, and `fedplat/aggregate/local.py` the algorithms.
 """
 
@@ -11,16 +11,18 @@ from fedplat.pytorch.training.algorithm import build_guarded_algorithm
 from fedplat.pytorch.training.examples import (
     DatasetExamples,
     Examples,
+    Indices,
     PrefetchDataset,
+    StepSchedule,
     TensorExamples,
     as_dataset,
     check_examples,
+    iterate_batches,
     make_examples,
 )
 from fedplat.pytorch.training.gradients import GradientComputation, LocalTraining, SingleProcessGradients
 from fedplat.pytorch.training.learner import BATCH_NORM, Learner, Trainee, forward_features, read_targets, use_seed
 from fedplat.pytorch.training.meaning import Accuracy, Correct, Loss, Scores, Sums
-from fedplat.pytorch.training.schedule import Indices, StepSchedule, iterate_batches
 from fedplat.pytorch.training.stepper import MakeOptimizer, Sgd
 from fedplat.pytorch.training.trainer import evaluate, evaluate_batches, train
 

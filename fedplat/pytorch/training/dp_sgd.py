@@ -23,7 +23,7 @@ from torch import nn
 from fedplat import errors, local_options
 from fedplat.privacy.steps import StepCharge
 from fedplat.pytorch import dp
-from fedplat.pytorch.training import gradients, learner, meaning, schedule
+from fedplat.pytorch.training import examples, gradients, learner, meaning
 from fedplat.pytorch.training.stepper import Stepper
 
 
@@ -34,7 +34,7 @@ class PoissonPlan:
     `noise` is the source of randomness.
     """
 
-    plan: schedule.StepSchedule
+    plan: examples.StepSchedule
     noise: dp.StepNoise
 
     @property
@@ -47,7 +47,7 @@ class PoissonPlan:
         """The expected number of examples of a step."""
         return self.probability * self.plan.num_examples
 
-    def steps(self) -> Iterator[schedule.Indices]:
+    def steps(self) -> Iterator[examples.Indices]:
         """Yield the examples of each step; a step may be empty."""
         for _ in range(self.plan.num_steps):
             yield self.noise.draw_examples(self.plan.num_examples, self.probability)
@@ -70,7 +70,7 @@ def run(trainee: learner.Trainee, stepper: Stepper, work: gradients.LocalTrainin
             'reduction="none")).mean()'
         )
     plan = PoissonPlan(
-        plan=schedule.StepSchedule(
+        plan=examples.StepSchedule(
             num_examples=len(work.examples), options=work.options, seed=work.seed, fraction=work.fraction
         ),
         noise=dp.make_noise(work.noise_seed),

@@ -14,7 +14,7 @@ from typing_extensions import override
 from fedplat.client_state import ClientState
 from fedplat.local_options import LocalOptions
 from fedplat.privacy.steps import StepLedger
-from fedplat.pytorch.training import learner, meaning, schedule
+from fedplat.pytorch.training import examples, learner, meaning
 from fedplat.pytorch.training.examples import Examples
 from fedplat.pytorch.training.stepper import MakeOptimizer, Stepper
 
@@ -27,7 +27,7 @@ class GradientComputation(Protocol):
         ...
 
     def compute_steps(
-        self, trainee: learner.Trainee, stepper: Stepper, plan: schedule.StepSchedule, examples: Examples
+        self, trainee: learner.Trainee, stepper: Stepper, plan: examples.StepSchedule, examples: Examples
     ) -> Iterator[meaning.Scores]:
         """Compute the gradients of each step of the plan; yield the step's scores before the weights change."""
         ...
@@ -50,7 +50,7 @@ class SingleProcessGradients(GradientComputation):
 
     @override
     def compute_steps(
-        self, trainee: learner.Trainee, stepper: Stepper, plan: schedule.StepSchedule, examples: Examples
+        self, trainee: learner.Trainee, stepper: Stepper, plan: examples.StepSchedule, examples: Examples
     ) -> Iterator[meaning.Scores]:
         module = trainee.module.train()
         steps, ahead = itertools.tee(plan.steps())

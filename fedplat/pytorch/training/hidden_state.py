@@ -1,4 +1,4 @@
-"""What a module remembers outside its `state_dict`: counters, buffers that are not persistent, generators of its own.
+"""What a module remembers outside its `state_dict`: counters, buffers, and generators, also of the code it refers to.
 
 A real client makes a new module for each task. An engine trains many clients with one module, so it has to forget what
 it remembers of the client before; otherwise results depend on who was trained in the same process.
@@ -7,19 +7,19 @@ it remembers of the client before; otherwise results depend on who was trained i
 from __future__ import annotations
 
 import copy
+import functools
 import random
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import MethodType
-from typing import Any
+from types import CodeType, FunctionType, MethodType
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
 from torch import nn
-
-from fedplat.pytorch.training.generators import Generator, find_generators, read_state, set_state
 
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 """The attributes that PyTorch's base class manages: parameters, buffers, hooks and the like."""
@@ -77,7 +77,7 @@ class HiddenState:
         """Forget what was remembered since the beginning."""
         for generator, state in self._find_drawn():
             self.has_changed = True
-            set_state(generator, state)
+            set_generator(generator, state)
         for owner, name, entry in list(self._changes()):
             self.has_changed = True
             if entry is None:
@@ -92,7 +92,7 @@ class HiddenState:
 
     def _find_drawn(self) -> Iterator[tuple[Generator, Any]]:
         """Yield the generators of functions and classes that have drawn numbers, with their first states."""
-        return ((each, state) for each, state in self._generators if not _equal(read_state(each), state))
+        return ((each, state) for each, state in self._generators if not _equal(read_generator(each), state))
 
     def _changes(self) -> Iterator[tuple[dict[str, Any], str, _Entry | None]]:
         """Yield the attributes that differ from the first ones; those that are new have no entry."""
@@ -134,7 +134,7 @@ class HiddenState:
 def _remember(roots: Iterable[object]) -> Iterator[tuple[Generator, Any]]:
     for generator in find_generators(roots):
         with suppress(NotImplementedError):  # random.SystemRandom
-            yield generator, read_state(generator)
+            yield generator, read_generator(generator)
 
 
 def _version(value: object) -> int:
@@ -176,10 +176,108 @@ def _state_of(value: Any) -> Any | None:
     """Return what an object remembers, if it is not compared by its values."""
     match value:
         case torch.Generator() | np.random.Generator() | np.random.RandomState() | random.Random():
-            return read_state(value)
+            return read_generator(value)
         case nn.Module():
             return None  # compared by its identity
         case _ if hasattr(value, "__dict__") and type(value).__eq__ is object.__eq__:
             return vars(value)
         case _:
             return None
+
+
+Generator: TypeAlias = np.random.Generator | np.random.RandomState | random.Random | torch.Generator
+_WITHOUT_GENERATORS = sys.stdlib_module_names | {"fedplat", "numpy", "torch"}
+_OF_THE_PROCESS = [
+    torch.default_generator,
+    np.random.random.__self__,
+    random.random.__self__,
+]  # seeded for each training
+_MAX_OBJECTS = 10_000
+"""Objects that are looked at; what a function refers to may be large."""
+
+
+def find_generators(roots: Iterable[object]) -> list[Generator]:
+    """Return the generators that functions and classes of the user refer to, without those of the process."""
+    found: list[Generator] = []
+    waiting, seen = list(roots), set[int]()
+    while waiting and len(seen) < _MAX_OBJECTS:
+        value = waiting.pop()
+        if id(value) in seen or any(value is each for each in _OF_THE_PROCESS):
+            continue
+        seen.add(id(value))
+        if isinstance(value, Generator):
+            found.append(value)
+        else:
+            waiting.extend(_find_parts(value))
+    return found
+
+
+def read_generator(generator: Generator) -> Any:
+    """Return the state of a generator. Raises `NotImplementedError` for one without, such as `SystemRandom`."""
+    match generator:
+        case np.random.Generator():
+            return generator.bit_generator.state
+        case np.random.RandomState():
+            return generator.get_state(legacy=True)
+        case random.Random():
+            return generator.getstate()
+        case torch.Generator():
+            return generator.get_state()
+
+
+def set_generator(generator: Generator, state: Any) -> None:
+    """Set the state of a generator, in place: others may refer to it."""
+    match generator:
+        case np.random.Generator():
+            generator.bit_generator.state = state
+        case np.random.RandomState() | torch.Generator():
+            generator.set_state(state)
+        case random.Random():
+            generator.setstate(state)
+
+
+def _find_parts(value: object) -> Iterable[object]:
+    """Return what an object refers to, if it is the user's, a `functools.partial`, or a small collection."""
+    match value:
+        case functools.partial():
+            return [value.func, *value.args, *value.keywords.values()]
+        case MethodType():
+            return [value.__func__, value.__self__]
+        case FunctionType():
+            return [] if _is_library(value.__module__) else _find_used(value)
+        case staticmethod() | classmethod():
+            return [cast(Any, value).__func__]
+        case list() | tuple() | set() | frozenset():
+            return list(cast(Iterable[object], value)) if len(cast(list[object], value)) < _MAX_OBJECTS else []
+        case dict():
+            return list(cast(dict[object, object], value).values())
+        case type():
+            return [part for kind in value.__mro__ if not _is_library(kind.__module__) for part in vars(kind).values()]
+        case _:
+            if _is_library(type(value).__module__):
+                return []
+            return [type(value), *(vars(value).values() if hasattr(value, "__dict__") else ())]
+
+
+def _find_used(function: FunctionType) -> Iterator[object]:
+    """Yield what a function has in its closure, its defaults and its attributes, and the globals that it names."""
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # a name without a value yet
+            continue
+    yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *vars(function).values())
+    for name in _find_names(function.__code__):
+        if name in function.__globals__:
+            yield function.__globals__[name]
+
+
+def _find_names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for part in code.co_consts:  # functions in the function
+        if isinstance(part, CodeType):
+            yield from _find_names(part)
+
+
+def _is_library(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in _WITHOUT_GENERATORS

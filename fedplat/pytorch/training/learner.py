@@ -20,7 +20,7 @@ from fedplat.config.plugins import adopt
 from fedplat.metrics import Metric
 from fedplat.model import Parameters
 from fedplat.pytorch import convert as backend
-from fedplat.pytorch.training.examples import Examples
+from fedplat.pytorch.training.examples import Examples, Indices, iterate_batches
 from fedplat.pytorch.training.hidden_state import HiddenState
 from fedplat.pytorch.training.meaning import (
     Accuracy,
@@ -35,7 +35,6 @@ from fedplat.pytorch.training.meaning import (
     choose_weights,
     guard,
 )
-from fedplat.pytorch.training.schedule import Indices, iterate_batches
 
 BATCH_NORM = "@batch_norm"
 """In `personal`, stands for all tensors of BatchNorm layers: FedBN (Li et al. 2021, arXiv 2102.07623)."""

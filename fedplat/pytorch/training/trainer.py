@@ -26,7 +26,7 @@ from fedplat.client_state import ClientState
 from fedplat.errors import ModelError
 from fedplat.model import Parameters
 from fedplat.pytorch import convert as backend
-from fedplat.pytorch.training import meaning, schedule
+from fedplat.pytorch.training import examples, meaning
 from fedplat.pytorch.training.algorithm import build_guarded_algorithm, check_drift, select_control
 from fedplat.pytorch.training.examples import Examples
 from fedplat.pytorch.training.gradients import LocalTraining
@@ -125,7 +125,7 @@ def explain_errors(num_examples: int) -> Generator[None]:
 def evaluate_batches(
     trainee: Trainee,
     examples: Examples,
-    order: Iterable[schedule.Indices],
+    order: Iterable[examples.Indices],
     after_batch: Callable[[int], object] = lambda done: None,
 ) -> meaning.Scores:
     """Return the scores of the module, as it is, on some batches, without training.
@@ -222,7 +222,7 @@ def _run_steps(trainee: Trainee, stepper: Stepper, work: LocalTraining) -> tuple
 
 def _steps(trainee: Trainee, stepper: Stepper, work: LocalTraining) -> tuple[meaning.Scores, int]:
     """Return the scores of the last epoch, and the number of steps that changed the weights."""
-    plan = schedule.StepSchedule(
+    plan = examples.StepSchedule(
         num_examples=len(work.examples),
         options=work.options,
         seed=work.seed,

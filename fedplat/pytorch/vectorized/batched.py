@@ -15,10 +15,9 @@ import torch
 
 from fedplat import local_options, model
 from fedplat.pytorch.training import algorithm, meaning, trainer
-from fedplat.pytorch.training.examples import Batch
+from fedplat.pytorch.training.examples import Batch, Indices, StepSchedule
 from fedplat.pytorch.training.gradients import LocalTraining
 from fedplat.pytorch.training.learner import Learner, Trainee
-from fedplat.pytorch.training.schedule import Indices, StepSchedule
 from fedplat.pytorch.vectorized import layout
 from fedplat.pytorch.vectorized.layout import Base, ParameterLayout, Tensors, UnsuitableError
 from fedplat.pytorch.vectorized.trainer import ClientAlgorithmState, FlatSgd, check_algorithm

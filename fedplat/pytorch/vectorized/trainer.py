@@ -12,7 +12,7 @@ from fedplat.client_state import ClientState
 from fedplat.local_options import LocalOptions
 from fedplat.model import Bytes, Parameters
 from fedplat.pytorch import convert as backend
-from fedplat.pytorch.training import learner, meaning, schedule, trainer
+from fedplat.pytorch.training import examples, learner, meaning, trainer
 from fedplat.pytorch.training.algorithm import build_guarded_algorithm, check_drift
 from fedplat.pytorch.training.gradients import LocalTraining
 from fedplat.pytorch.vectorized import layout, vmap_gradients
@@ -72,7 +72,7 @@ class FlatTrainer:
         return {name: state[name].clone() for name in self.layout.state_names}
 
     def _run(self, descent: FlatSgd, state: Tensors, work: LocalTraining) -> tuple[LateScores, int]:
-        plan = schedule.StepSchedule(
+        plan = examples.StepSchedule(
             num_examples=len(work.examples),
             options=work.options,
             seed=work.seed,

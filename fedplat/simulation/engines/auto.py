@@ -18,8 +18,7 @@ from typing_extensions import override
 from fedplat import errors, learner
 from fedplat.model import Parameters
 from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
-from fedplat.simulation.engines.loop import LoopEngine
-from fedplat.simulation.engines.processes import ProcessEngine
+from fedplat.simulation.engines.processes import LoopEngine, ProcessEngine
 from fedplat.simulation.engines.tasks import ClientTraining, Contents
 
 ROUNDS = 3
@@ -255,7 +254,7 @@ def _close(candidate: _Candidate) -> None:
 def _make_vmap(task: ClientTraining) -> Engine:
     if isinstance(task.learner, learner.ArrayLearner):
         raise errors.EngineError("only PyTorch modules can be vectorized")
-    from fedplat.simulation.engines.vmap import VmapEngine
+    from fedplat.simulation.engines.client_trainer import VmapEngine
 
     engine = VmapEngine(task)
     if engine.at_once < 2:

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from fedplat import errors, learner
 from fedplat.config.plugins import Kind, build_checked, by_name, define, is_builtin
-from fedplat.simulation.engines import malloc
+from fedplat.simulation.engines import interface
 from fedplat.simulation.engines.interface import Engine
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class LoopOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field="na
 
     def build(self, task: ClientTraining, num_workers: int) -> Engine:
         """Create the engine."""
-        from fedplat.simulation.engines.loop import LoopEngine
+        from fedplat.simulation.engines.processes import LoopEngine
 
         return LoopEngine(task)
 
@@ -64,7 +64,7 @@ class RayOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field="nam
 
     def build(self, task: ClientTraining, num_workers: int) -> Engine:
         """Create the engine. Raises `MissingExtraError` without Ray."""
-        from fedplat.simulation.engines.ray.engine import RayEngine
+        from fedplat.simulation.engines.ray import RayEngine
 
         return RayEngine(task, num_workers)
 
@@ -76,7 +76,7 @@ class VmapOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field="na
         """Create the engine. Raises `EngineError` for a learner that is not a PyTorch module."""
         if isinstance(task.learner, learner.ArrayLearner):
             raise errors.EngineError('engine = "vmap": the learner is not a PyTorch module; use "loop" or "processes"')
-        from fedplat.simulation.engines.vmap import VmapEngine
+        from fedplat.simulation.engines.client_trainer import VmapEngine
 
         return VmapEngine(task)
 
@@ -93,11 +93,11 @@ def open_engine(options: EngineOptions, task: ClientTraining, num_workers: int =
     """Create an engine, which the caller closes; it has `num_workers` processes, unless it trains in this one.
 
     `num_workers` = 0 stands for one process for each core; with `ray`, for each core of the cluster. Also makes this
-    process keep freed memory for later tensors (see `malloc`). Raises `EngineError` for a task that the engine does not
-    support, `MissingExtraError` if a package is not installed, and `PluginError` or `UserCodeError` for a plugin that
-    builds no engine.
+    process keep freed memory for later tensors (`keep_freed_memory`). Raises `EngineError` for a task that the engine
+    does not support, `MissingExtraError` if a package is not installed, and `PluginError` or `UserCodeError` for a
+    plugin that builds no engine.
     """
-    malloc.keep_freed_memory()
+    interface.keep_freed_memory()
     if is_builtin(options, EngineOptions):
         return options.build(task, num_workers)
     return build_checked(options, Engine, "simulation.engine", task, num_workers)

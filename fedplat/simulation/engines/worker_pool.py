@@ -26,7 +26,7 @@ from msgspec import Struct
 from fedplat import errors, texts
 from fedplat.config import user_code
 from fedplat.model import Bytes, Parameters, Schema
-from fedplat.simulation.engines import malloc, trainers
+from fedplat.simulation.engines import interface, trainers
 from fedplat.simulation.engines.interface import ClientTask
 
 Serve = Callable[[socket.socket, socket.socket, memoryview], None]
@@ -186,7 +186,7 @@ def serve_requests(worker: EngineWorker, queue: socket.socket, answers: socket.s
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if torch := sys.modules.get("torch"):  # a learner need not use it
         torch.set_num_threads(1)
-    malloc.keep_freed_memory()
+    interface.keep_freed_memory()
     gc.freeze()  # else each collection would visit, and so copy, all objects from before the fork
     while content := queue.recv(MAX_BYTES):
         request = requests.decode(content)

@@ -20,8 +20,14 @@ from fedplat.rounds.events import AggregationFailed, AttemptAggregated, UpdateRe
 from fedplat.secure_aggregation.encoding import Decoded
 from fedplat.simulation.clients.device import DeviceAssignment, Sizes
 from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
-from fedplat.simulation.federated.base_models import BaseModels, Snapshot, UpdateRetention
-from fedplat.simulation.federated.interface import Report, TrainingModel, make_version_zero
+from fedplat.simulation.federated.interface import (
+    BaseModels,
+    Report,
+    Snapshot,
+    TrainingModel,
+    UpdateRetention,
+    make_version_zero,
+)
 from fedplat.simulation.secure.groups import SecureProtocol
 from fedplat.simulation.secure.sums import MaskedUpdates
 

@@ -15,7 +15,7 @@ from fedplat.gossip import combine, compress, messages, mix, mixing
 from fedplat.gossip.mixing import replace_entries
 from fedplat.model import FLOATING, Parameters, Vector
 from fedplat.simulation.clients.device import DeviceAssignment
-from fedplat.simulation.clients.links import LinkOptions
+from fedplat.simulation.clients.fleet import LinkOptions
 from fedplat.simulation.engines.interface import ClientTask, Engine
 from fedplat.simulation.federated.interface import NoTraining, Report
 from fedplat.simulation.federated.training import training_seed

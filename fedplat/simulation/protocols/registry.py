@@ -9,10 +9,10 @@ from fedplat import job, model
 from fedplat.rounds.protocols.base import find_training, training_name
 from fedplat.rounds.states import AttemptKind
 from fedplat.simulation.clients import Fleet
-from fedplat.simulation.clients.links import LinkOptions
+from fedplat.simulation.clients.fleet import LinkOptions
 from fedplat.simulation.engines.interface import Engine
 from fedplat.simulation.federated.training import RealTraining
-from fedplat.simulation.gossip import checks, mixing, silos
+from fedplat.simulation.gossip import mixing, silos
 from fedplat.simulation.parts import Simulation
 from fedplat.simulation.protocols import buffered, gossip, secure
 from fedplat.simulation.protocols.base import ClientBehaviour, ClientWork
@@ -64,7 +64,7 @@ class SimulatedKind:
     """
 
     behave: Callable[[ClientWork], ClientBehaviour] = ClientBehaviour
-    check: Callable[[job.JobSpec, Fleet, LinkOptions], None] = checks.refuse_links
+    check: Callable[[job.JobSpec, Fleet, LinkOptions], None] = mixing.refuse_links
     learn: Callable[[Simulation, Engine, model.Parameters], RealTraining | silos.SiloTraining] = _learn
     mix: Callable[[Simulation, Observer | None], Result] | None = None
 
@@ -81,7 +81,7 @@ KINDS: Mapping[str, SimulatedKind] = {
     "ssp": _BUFFERED,
     "secure": _SECURE,
     "private secure": _SECURE,
-    "gossip": SimulatedKind(behave=gossip.SiloBehaviour, check=checks.check_silos, learn=_learn_silos, mix=_mix),
+    "gossip": SimulatedKind(behave=gossip.SiloBehaviour, check=mixing.check_silos, learn=_learn_silos, mix=_mix),
 }
 
 

@@ -14,7 +14,7 @@ from fedplat.rounds.events import Event, KeysAdvertised, MasksAnswered, SharesSe
 from fedplat.rounds.states import AttemptPhase, Reason
 from fedplat.simulation.clients.device import DeviceAssignment, Sizes
 from fedplat.simulation.protocols.base import DROP_OUTS, ClientBehaviour, ClientWork, make_rng
-from fedplat.simulation.secure import costs, sums
+from fedplat.simulation.secure import groups, sums
 
 _EVENTS: Mapping[AttemptPhase, Callable[[AttemptKey, str, bytes], Event]] = {
     AttemptPhase.ADVERTISING: KeysAdvertised,
@@ -40,7 +40,7 @@ class SecureBehaviour(ClientBehaviour):
 
     @override
     def first_sizes(self) -> Sizes:
-        return self.work.training.sizes._replace(update=float(costs.KEYS_BYTES))  # the first message has the keys
+        return self.work.training.sizes._replace(update=float(groups.KEYS_BYTES))  # the first message has the keys
 
     @override
     def plan_first(self, task: DeviceAssignment) -> None:

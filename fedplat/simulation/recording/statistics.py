@@ -17,7 +17,7 @@ from fedplat.simulation.clients import Fleet
 from fedplat.simulation.clients.availability import Clients
 from fedplat.simulation.clients.device import DeviceAssignment
 from fedplat.simulation.recording import result
-from fedplat.simulation.secure import costs, sums
+from fedplat.simulation.secure import groups, sums
 
 Observer = Callable[[result.AttemptResult], None]
 _COUNTED = (AssignmentState.MERGED, AssignmentState.LATE, AssignmentState.FAILED)
@@ -31,18 +31,18 @@ class SecureStatistics:
         self.dropped: Counter[str] = Counter()
         self.num_groups, self.server_s = 0, 0.0
         self._steps: Counter[str] = Counter()
-        self._paid: dict[str, costs.StepCost] = {}
+        self._paid: dict[str, groups.StepCost] = {}
 
     def on_step(self, step: sums.SecureStep) -> None:
         """Count a step."""
         self._steps[step.phase.value] += 1
         client_id = step.task.client_id
-        self._paid[client_id] = self._paid.get(client_id, costs.StepCost()).plus(step.cost)
+        self._paid[client_id] = self._paid.get(client_id, groups.StepCost()).plus(step.cost)
 
     def costs_of(self, attempt: Attempt) -> result.SecureCosts:
         """Return the costs of an attempt that has ended."""
         merged = [each.client_id for each in attempt.assignments.values() if each.state is AssignmentState.MERGED]
-        total = functools.reduce(costs.StepCost.plus, (self._paid[each] for each in merged), costs.StepCost())
+        total = functools.reduce(groups.StepCost.plus, (self._paid[each] for each in merged), groups.StepCost())
         bytes_down, bytes_up, client_s = (value / max(len(merged), 1) for value in total)
         return result.SecureCosts(
             groups=self.num_groups,

@@ -15,7 +15,7 @@ from fedplat.simulation.recording.folder import finite
 from fedplat.simulation.recording.result import Result
 from fedplat.simulation.report import notebook, plots, summary
 from fedplat.simulation.report.notebook import to_frame
-from fedplat.simulation.report.statistics import CONFIDENCE, Floats, MeanInterval, MeanSeries, mean_interval
+from fedplat.simulation.report.summary import CONFIDENCE, Floats, MeanInterval, MeanSeries, mean_interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -17,8 +17,7 @@ from fedplat import errors, extras, texts
 from fedplat.simulation.data import Federation
 from fedplat.simulation.recording.result import Group, Result
 from fedplat.simulation.report.data import label_table
-from fedplat.simulation.report.statistics import MeanSeries
-from fedplat.simulation.report.summary import Summary, collect_federated, series
+from fedplat.simulation.report.summary import MeanSeries, Summary, collect_federated, series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,13 +1,26 @@
-"""The learner of a simulation file, and the initial model."""
+"""The learner and the initial model of a simulation file, and jobs that are made from Python objects.
+
+>>> from fedplat.aggregate import FedAdam
+>>> from fedplat.job import Selection
+>>> config = {"epochs": 1, "batch_size": 32, "learning_rate": 0.1}
+>>> model = "fedplat.pytorch.models:digits_2nn"
+>>> job = make_job(model, rounds=20, selection=Selection(goal=10), config=config, aggregation=FedAdam())
+>>> job.name, job.selection.goal, job.aggregation.learning_rate
+('simulation', 10, 0.01)
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fedplat import extras, initial, model, randomness
+from fedplat import errors, extras, initial, job, model, randomness
 from fedplat.config import user_code
+from fedplat.config.toml import make_record
 from fedplat.errors import JobFileError, MissingExtraError
 from fedplat.learner import ArrayLearner
 from fedplat.simulation.scenario.file import SimulationFile
@@ -76,3 +89,42 @@ def _build_from_initial(options: ModelOptions, file: SimulationFile) -> tuple[Le
         return learner, learner.initial(file.simulation.seed)
     except ValueError as exc:  # as above
         raise JobFileError(f"simulation.model: {exc}") from exc
+
+
+OF_LEARNER = "learner:initial"
+"""The `model.initial` of a job whose initial model is that of a `Learner`."""
+
+
+def make_job(
+    model: str | Callable[[], object] | None = None,
+    *,
+    rounds: int,
+    selection: job.Selection,
+    config: Mapping[str, job.Scalar],
+    name: str = "simulation",
+    **tables: Any,
+) -> job.JobSpec:
+    """Return a job for a simulation.
+
+    `model` is `model.initial` of the job file, or a function or class that creates a PyTorch module, which is then
+    named; None: `simulate` is called with a `learner`. `name` is also the name of the population and of the trainer.
+    `tables` are the other keys of a job file. Raises `JobFileError` with a line for each mistake.
+    """
+    initial = OF_LEARNER if model is None else model if isinstance(model, str) else _reference(model)
+    named = {"name": name, "population": name, "trainer": name, "model": {"initial": initial}}
+    return make_record(job.JobSpec, named | {"rounds": rounds, "selection": selection, "config": config} | tables)
+
+
+def _reference(function: Callable[[], object]) -> str:
+    if not inspect.isfunction(function) and not isinstance(function, type):
+        raise errors.JobFileError(
+            f"model is a {type(function).__name__}; expected a function or class that creates the module, or its "
+            "reference, module:function"
+        )
+    reference = f"{function.__module__}:{function.__qualname__}"
+    if not re.fullmatch(r"[\w.]+:[\w.]+", reference):
+        raise errors.JobFileError(
+            f"model = {function.__qualname__}: it cannot be found by its name; define the function with def, outside "
+            "of other functions, or call simulate(..., learner=Learner(model=...))"
+        )
+    return reference

@@ -15,7 +15,7 @@ from fedplat.config.user_code import Reference
 from fedplat.learner import ArrayLearner, BaseLearner
 from fedplat.metrics import Metric
 from fedplat.simulation.clients import FleetOptions
-from fedplat.simulation.clients.links import LinkOptions
+from fedplat.simulation.clients.fleet import LinkOptions
 from fedplat.simulation.data import DataSource, Partition
 from fedplat.simulation.engines.registry import AutoOptions, EngineOptions
 

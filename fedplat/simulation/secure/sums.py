@@ -1,8 +1,8 @@
 """Secure aggregations in virtual time: their steps, and the updates, encoded, masked, added up and decoded.
 
 A client receives the input of a step, computes, and sends its message: `latency_s + bytes / download`, the seconds of
-`costs`, and `latency_s + bytes / upload`. A share `drops_out` of clients goes offline in each step, at a uniformly
-drawn moment of it. As everywhere, a masked update of at most 256 KiB is part of the report.
+`groups.StepCost`, and `latency_s + bytes / upload`. A share `drops_out` of clients goes offline in each step, at a
+uniformly drawn moment of it. As everywhere, a masked update of at most 256 KiB is part of the report.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from fedplat.simulation.clients import Fleet
 from fedplat.simulation.clients.device import DeviceAssignment
 from fedplat.simulation.clients.distributions import hash_uniform
 from fedplat.simulation.engines.interface import LocalUpdate
-from fedplat.simulation.secure import costs
-from fedplat.simulation.secure.costs import GroupCosts, StepCost
-from fedplat.simulation.secure.groups import Masked, MaskedGroup, SecureProtocol, read_groups
+from fedplat.simulation.secure import groups
+from fedplat.simulation.secure.groups import GroupCosts, Masked, MaskedGroup, SecureProtocol, StepCost, read_groups
 
 _SECRETS, _ROUNDING = 11, 12
 
@@ -171,7 +170,7 @@ class StepPlanner:
     def plan_first(self, task: DeviceAssignment) -> SecureStep:
         """Return the step after the training; it is part of the plan of the assignment."""
         setup = setup_of(self._spec, task.key, task.version, self._size)
-        return SecureStep(task, AttemptPhase.ADVERTISING, costs.advertise(setup), task.report_at)
+        return SecureStep(task, AttemptPhase.ADVERTISING, groups.advertising_cost(setup), task.report_at)
 
     def plan(self, attempt: Attempt, tasks: Mapping[int, DeviceAssignment], now: float) -> Iterator[SecureStep]:
         """Yield the steps of the clients that take part in the phase that an attempt has begun, if they are online."""

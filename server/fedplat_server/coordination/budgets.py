@@ -176,7 +176,7 @@ class Accountant:
 
 @functools.lru_cache(maxsize=CACHED)
 def epsilon(charges: tuple[Charge, ...], delta: float) -> float:
-    """Return `accounting.epsilon`, cached by mechanisms, numbers of releases and delta. For the accountant's thread."""
+    """Return `clipping.epsilon`, cached by mechanisms, numbers of releases and delta. For the accountant's thread."""
     return accounting.epsilon(charges, delta)
 
 

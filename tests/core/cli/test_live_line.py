@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fedplat.cli import progress
+from fedplat.cli import simulate
 from fedplat.cli.output import Output
 from fedplat.simulation.report.progress import ProgressEstimate
 from support.cli.terminal import Terminal, plain
@@ -38,7 +38,7 @@ def play(clock: Clock, num_rounds: int = 10, name: str = "digits") -> ProgressEs
 def render(board: ProgressEstimate, width: int) -> str:
     output = Output()
     output.messages = Console(file=io.StringIO(), width=width)
-    output.messages.print(progress.picture(board, output))
+    output.messages.print(simulate.draw_progress(board, output))
     assert isinstance(output.messages.file, io.StringIO)
     return output.messages.file.getvalue().rstrip("\n")
 
@@ -83,7 +83,7 @@ def test_without_a_terminal_a_long_run_prints_few_lines(monkeypatch: pytest.Monk
     monkeypatch.setattr("time.monotonic", clock)
     num_rounds = 36_000
     board = ProgressEstimate("digits", num_rounds, "accuracy", clock)
-    add = progress._lines(output, board, clock)  # pyright: ignore[reportPrivateUsage]
+    add = simulate._lines(output, board, clock)  # pyright: ignore[reportPrivateUsage]
     for number in range(1, num_rounds + 1):
         clock.now_s += 0.1
         add(attempt(number, {}))

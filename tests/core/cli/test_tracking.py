@@ -11,7 +11,7 @@ import pytest
 
 from fedplat import trackers
 from fedplat.admin import AdminClient
-from fedplat.cli import tracking
+from fedplat.cli import following
 from fedplat.errors import ServerUnreachableError
 from fedplat.wire.v1 import admin_pb2
 from support.cli.commands import Run
@@ -159,12 +159,12 @@ def committed(number: int) -> admin_pb2.JobEvent:
 def test_the_privacy_cost_belongs_to_the_round_of_its_release() -> None:
     clock = [0.0]
     recorder = Recorder()
-    rounds = tracking.RoundTracker([recorder], Costs((3, 0.9), (2, 0.6), None, (3, 0.9)), lambda: clock[0])
+    rounds = following.RoundTracker([recorder], Costs((3, 0.9), (2, 0.6), None, (3, 0.9)), lambda: clock[0])
     rounds.add(committed(1))  # of the past: the server has committed three rounds already
     rounds.add(committed(2))  # too soon for another question
-    clock[0] += tracking.PRIVACY_EVERY_S
+    clock[0] += following.PRIVACY_EVERY_S
     rounds.add_privacy()
-    clock[0] += tracking.PRIVACY_EVERY_S
+    clock[0] += following.PRIVACY_EVERY_S
     rounds.add(committed(3))  # the server is away
     rounds.add_privacy()
     costs = [(number, value) for number, name, value in recorder.values if name == "privacy/epsilon"]
@@ -174,8 +174,8 @@ def test_the_privacy_cost_belongs_to_the_round_of_its_release() -> None:
 def test_a_job_without_privacy_has_no_cost(client: AdminClient, state: State, tmp_path: Path) -> None:
     job = state.add_job()
     told: list[str] = []
-    options = tracking.TrackerOptions(tensorboard=tmp_path)
-    with tracking.track(client, job, options, told.append) as track:
+    options = following.TrackerOptions(tensorboard=tmp_path)
+    with following.track_job(client, job, options, told.append) as track:
         for event in script():
             track(event)
     (path,) = (tmp_path / job.job_id).iterdir()

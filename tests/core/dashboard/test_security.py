@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from fedplat.dashboard import routes, sessions
 from fedplat.dashboard.app import COOKIE, Dashboard
-from fedplat.dashboard.guard import HEADERS, MAX_BODY_BYTES, TLS_HEADERS
+from fedplat.dashboard.sessions import HEADERS, MAX_BODY_BYTES, TLS_HEADERS
 from fedplat.dashboard.source import PageSource
 from fedplat_server.rpc import operator_access
 from support.dashboard.fake_server import CLIENT_ID, ENROLLMENT_ID, JOB_ID, FakeServer, away, refused

@@ -43,10 +43,9 @@ from fedplat.pytorch.training import (
 )
 from fedplat.simulation.api import simulate
 from fedplat.simulation.engines.auto import AutoEngine
+from fedplat.simulation.engines.client_trainer import VmapEngine
 from fedplat.simulation.engines.interface import ClientTask
-from fedplat.simulation.engines.loop import LoopEngine
-from fedplat.simulation.engines.processes import ProcessEngine
-from fedplat.simulation.engines.vmap import VmapEngine
+from fedplat.simulation.engines.processes import LoopEngine, ProcessEngine
 from support.simulation.layers import normed
 from support.simulation.tasks import federation, rounds, two_layers
 from support.simulation.tasks import task as make_task

@@ -19,7 +19,7 @@ from fedplat.pytorch.convert import from_state_dict, load_into
 from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.parallel.parts import divide
 from fedplat.pytorch.server import ServerTrainer, TrainingRun
-from fedplat.pytorch.server.hogwild import LockFreeSgd
+from fedplat.pytorch.server.data_parallel import LockFreeSgd
 from support.ranks import hogwild, scenarios
 from support.ranks.group import RankError, RankGroup, Zygote
 

@@ -15,8 +15,7 @@ from fedplat.pytorch import server
 from fedplat.pytorch.convert import from_state_dict, load_into
 from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.server import ServerTrainer, TrainingRun, pack_sequences
-from fedplat.pytorch.server.distillation import divergence
-from fedplat.pytorch.server.training import learning_rate_factor
+from fedplat.pytorch.server.training import divergence, learning_rate_factor
 from support.ranks import scenarios
 
 

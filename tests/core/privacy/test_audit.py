@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from fedplat.privacy.audit import Guesses, bound_of, lower_bound, p_value
+from fedplat.simulation.privacy_audit import Guesses, bound_of, lower_bound, p_value
 
 
 def of_the_paper(m: int, r: int, v: int, epsilon: float, delta: float) -> float:

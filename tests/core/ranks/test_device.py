@@ -12,7 +12,7 @@ import torch
 
 from fedplat.aggregate import Accumulator, Contribution, Shard, clip_by_norm, weighted_mean
 from fedplat.model import WINDOW, Parameters
-from fedplat.pytorch.distributed.device import DeviceSum, device_sum
+from fedplat.pytorch.distributed.vectors import DeviceSum, device_sum
 from support.ranks.backends import if_on_gpus
 
 SIZE = 2 * WINDOW + 77

@@ -21,8 +21,7 @@ from fedplat.simulation.recording.result import Result
 from fedplat.simulation.report import notebook, plots
 from fedplat.simulation.report.comparison import compare_results
 from fedplat.simulation.report.notebook import list_rounds
-from fedplat.simulation.report.statistics import mean_interval
-from fedplat.simulation.report.summary import summarize
+from fedplat.simulation.report.summary import mean_interval, summarize
 from support.simulation.runs import attempt, result, write_digits
 
 VALUES = {

@@ -12,7 +12,7 @@ from fedplat.model import Parameters
 from fedplat.pytorch.training import Learner, LocalOptions
 from fedplat.simulation.data.federation import Federation
 from fedplat.simulation.engines.client_trainer import ClientTraining
-from fedplat.simulation.engines.loop import LoopEngine
+from fedplat.simulation.engines.processes import LoopEngine
 from fedplat.simulation.run import Simulation, run
 from support.simulation.cases import BAD, job, make_fleet
 

@@ -14,7 +14,7 @@ from fedplat.rounds import Proposal
 from fedplat.rounds.commands import Assign
 from fedplat.simulation.engines.interface import ClientTask, LocalUpdate
 from fedplat.simulation.federated import training
-from fedplat.simulation.federated.base_models import UpdateRetention
+from fedplat.simulation.federated.interface import UpdateRetention
 from fedplat.simulation.recording.result import AttemptResult, Result
 from fedplat.simulation.run import Hooks, Simulation, run
 from support.simulation.cases import BAD, job, make_fleet

@@ -18,7 +18,7 @@ from fedplat.pytorch.training import Learner, LocalOptions
 from fedplat.simulation.data.federation import Federation
 from fedplat.simulation.engines.client_trainer import ClientTraining
 from fedplat.simulation.engines.interface import ClientTask, LocalUpdate
-from fedplat.simulation.engines.loop import LoopEngine
+from fedplat.simulation.engines.processes import LoopEngine
 from fedplat.simulation.recording.result import Result
 from fedplat.simulation.run import Simulation, run
 from support.simulation.cases import BAD, job, make_fleet

@@ -16,7 +16,7 @@ from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.simulation.clients import FleetOptions, build_fleet
 from fedplat.simulation.clients.distributions import Constant
-from fedplat.simulation.clients.links import Cut, LinkOptions, Outage
+from fedplat.simulation.clients.fleet import Cut, LinkOptions, Outage
 from fedplat.simulation.engines.interface import ClientTask, LocalUpdate
 from fedplat.simulation.federated.training import training_seed
 from fedplat.simulation.gossip.silos import SiloModels

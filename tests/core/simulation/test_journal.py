@@ -11,8 +11,8 @@ import pytest
 
 from fedplat import durable
 from fedplat.errors import ReplayError
-from fedplat.simulation.federated.base_models import Snapshot
-from fedplat.simulation.recording import checkpoint
+from fedplat.simulation.federated.interface import Snapshot
+from fedplat.simulation.recording import resuming
 from fedplat.simulation.recording.result import AttemptResult, Result
 from fedplat.simulation.run import Hooks, Simulation, run
 from support.simulation.cases import BAD, job, make_fleet
@@ -108,7 +108,7 @@ def test_a_run_that_is_killed_while_it_writes_a_checkpoint_has_the_one_before(
 def test_the_lines_that_a_checkpoint_needs_are_synced_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, fsync = checkpoint.write, os.fsync
+    write, fsync = resuming.write_checkpoint, os.fsync
     synced, missing = dict[int, int](), list[int]()
 
     def note(descriptor: int) -> None:
@@ -121,7 +121,7 @@ def test_the_lines_that_a_checkpoint_needs_are_synced_before_it(
         write(folder, snapshot, num_bytes)
 
     monkeypatch.setattr(os, "fsync", note)
-    monkeypatch.setattr(checkpoint, "write", compare)
+    monkeypatch.setattr(resuming, "write_checkpoint", compare)
     play(tmp_path, Fragile(30), {})
     assert missing
     assert not any(missing)

@@ -34,8 +34,8 @@ from fedplat.simulation.data import partitioners, sources
 from fedplat.simulation.engines.registry import LoopOptions
 from fedplat.simulation.recording.result import AttemptResult
 from fedplat.simulation.run_folder import RunFolderOptions
+from fedplat.simulation.scenario import building
 from fedplat.simulation.scenario import file as files
-from fedplat.simulation.scenario import objects
 from support.simulation.runs import DIGITS
 
 CONFIG: dict[str, Scalar] = {"epochs": 1, "batch_size": 32, "learning_rate": 0.3}
@@ -171,7 +171,7 @@ def test_plugins_as_objects_give_the_same_bits_as_in_a_file(tmp_path: Path) -> N
 
 
 def test_the_docstrings_example() -> None:
-    assert doctest.testmod(objects) == (0, 6)
+    assert doctest.testmod(building) == (0, 6)
 
 
 def test_the_shortest_simulation(capsys: pytest.CaptureFixture[str]) -> None:

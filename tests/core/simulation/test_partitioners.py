@@ -11,7 +11,6 @@ import pytest
 from fedplat.errors import DataError
 from fedplat.simulation.data import Dataset, Partition, deal, partitioners
 from fedplat.simulation.data.federation import Federation
-from fedplat.simulation.data.partitioners import common
 from fedplat.testing import check_partition
 
 NUM_CLASSES = 10
@@ -122,7 +121,7 @@ def test_dirichlet_draws_again_until_everyone_has_enough() -> None:
 
 
 def test_dirichlet_gives_up_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedplat.simulation.data.partitioners.niid_bench.MAX_DRAWS", 20)
+    monkeypatch.setattr("fedplat.simulation.data.partitioners.MAX_DRAWS", 20)
     with pytest.raises(DataError, match="use a larger alpha, fewer clients or a smaller min_examples"):
         deal(dataset(), partitioners.Dirichlet(clients=60, alpha=0.01, min_examples=99), 0)
 
@@ -152,7 +151,7 @@ def test_power_law_sizes_are_exact() -> None:
 
 def test_whole_sizes_add_up() -> None:
     for total in range(7, 40):
-        assert common.whole_sizes(np.array([0.2, 0.5, 0.3]), total, 2).sum() == total
+        assert partitioners.whole_sizes(np.array([0.2, 0.5, 0.3]), total, 2).sum() == total
 
 
 def test_classes_per_client() -> None:

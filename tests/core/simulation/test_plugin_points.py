@@ -77,7 +77,7 @@ class Loop(msgspec.Struct, frozen=True):
     note: str = ""
 
     def build(self, task, num_workers):
-        from fedplat.simulation.engines.loop import LoopEngine
+        from fedplat.simulation.engines.processes import LoopEngine
 
         return LoopEngine(task)
 

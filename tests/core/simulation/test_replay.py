@@ -11,7 +11,7 @@ from fedplat.rounds import JobState, ModelVersion
 from fedplat.rounds.events import SilosLost
 from fedplat.simulation.clients import FleetOptions, build_fleet
 from fedplat.simulation.clients.distributions import UniformRange
-from fedplat.simulation.clients.links import LinkOptions, Outage
+from fedplat.simulation.clients.fleet import LinkOptions, Outage
 from fedplat.simulation.driver import Tokens, coordinator_rng
 from fedplat.simulation.run import Simulation
 from support.rounds import driver as rounds

@@ -15,7 +15,7 @@ from fedplat.secure_aggregation.setup import Graph
 from fedplat.simulation.recording.result import Result
 from fedplat.simulation.run import Simulation, run
 from fedplat.simulation.scenario.options import SecureMode
-from fedplat.simulation.secure.costs import UNITS, GroupCosts
+from fedplat.simulation.secure.groups import UNITS, GroupCosts
 from fedplat.simulation.secure.sums import SecureStep, setup_of
 from support.simulation.cases import BAD, job, make_fleet
 from support.simulation.least_squares import LeastSquares, initial

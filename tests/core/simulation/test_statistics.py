@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedplat.simulation.report import statistics
-from fedplat.simulation.report.statistics import mean_interval, t_quantile
+from fedplat.simulation.report import summary
+from fedplat.simulation.report.summary import mean_interval, t_quantile
 
 
 @pytest.mark.parametrize("confidence", [0.5, 0.9, 0.95, 0.99, 0.999])
@@ -64,4 +64,4 @@ def test_mistakes_are_named() -> None:
 
 
 def test_its_example() -> None:
-    assert doctest.testmod(statistics) == (0, 1)
+    assert doctest.testmod(summary) == (0, 1)

@@ -21,7 +21,7 @@ from fedplat.simulation.data import Dataset
 from fedplat.simulation.data.sources import SourcePaths
 from fedplat.simulation.scenario import file as files
 from fedplat.sweep import StepProgress, worker
-from fedplat.sweep.outcome import Outcome
+from fedplat.sweep.plan import Outcome
 from fedplat.sweep.worker import OUTCOME, DoneReply, FailureReply, PartRequest, SweepWorker, WorkerSetup
 from support.polling import until
 from support.simulation.engines import RAY
@@ -125,7 +125,7 @@ def test_a_worker_pauses_at_a_rung_and_continues_without_repeating_a_round(tmp_p
 
 
 def test_a_worker_loads_each_data_set_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedplat.simulation.data.sources.digits import Digits
+    from fedplat.simulation.data.sources.datasets import Digits
 
     loads: list[Digits] = []
     load = Digits.load

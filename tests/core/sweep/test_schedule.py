@@ -8,10 +8,16 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from fedplat.sweep.outcome import Objective
-from fedplat.sweep.plan import Configuration, IntegerRange, LogRange, MedianStopping, SearchOptions, SuccessiveHalving
-from fedplat.sweep.schedule import choose_stopped, once
-from fedplat.sweep.search import TrialChooser
+from fedplat.sweep.plan import (
+    Configuration,
+    IntegerRange,
+    LogRange,
+    MedianStopping,
+    Objective,
+    SearchOptions,
+    SuccessiveHalving,
+)
+from fedplat.sweep.schedule import TrialChooser, choose_stopped, once
 from fedplat.sweep.table import make_table
 from support.sweeps import drive, outcome
 

@@ -14,8 +14,8 @@ from fedplat import __version__, sweep
 from fedplat.errors import DataError
 from fedplat.simulation import simulate
 from fedplat.sweep import SweepFile, SweepResult, runner
+from fedplat.sweep.result import open_folder
 from fedplat.sweep.runner import WorkerOptions
-from fedplat.sweep.store import open_folder
 from fedplat.sweep.worker import OUTCOME, PartRequest
 from support.sweeps import BASE, GRID, HALVING, FakePool, outcome, write_sweep
 

@@ -19,7 +19,7 @@ from fedplat.simulation.clients.distributions import Distribution, Floats
 from fedplat.simulation.data import Dataset, DataSource
 from fedplat.simulation.engines.client_trainer import ClientTraining
 from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
-from fedplat.simulation.engines.loop import LoopEngine
+from fedplat.simulation.engines.processes import LoopEngine
 from fedplat.testing import (
     ConformanceError,
     check_availability,

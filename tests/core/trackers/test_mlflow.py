@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fedplat.errors import MissingExtraError, TrackerError
-from fedplat.trackers import MlflowTracker, RoundMetrics, TrackedRun, mlflow, tracker
+from fedplat.trackers import MlflowTracker, RoundMetrics, TrackedRun, backends, tracker
 
 pytest.importorskip("mlflow")
 
@@ -54,7 +54,7 @@ def test_a_run_has_params_tags_and_metrics_by_round(uri: str) -> None:
     (run,) = runs_of(uri)
     assert (run.info.status, run.info.run_name) == ("FINISHED", "job j1")
     assert run.data.tags.items() >= {"fedplat.run": "j1", "fedplat.job": "j1"}.items()
-    assert run.data.params == {**RUN.params, "text": "x" * mlflow.MAX_TEXT}
+    assert run.data.params == {**RUN.params, "text": "x" * backends.MAX_TEXT}
     assert history(uri, "clients/loss") == [(1, 2.0, 10_000), (2, 1.0, 20_500)]
     assert history(uri, "clients/top 5 ___") == [(1, 50.0, 10_000)]
 
@@ -112,7 +112,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         MlflowTracker("http://127.0.0.1:9", RUN)
 
 
-@pytest.mark.parametrize("module", [mlflow, tracker], ids=["mlflow", "tracker"])
+@pytest.mark.parametrize("module", [backends, tracker], ids=["mlflow", "tracker"])
 def test_the_examples_are_true(module: Any) -> None:
     results = doctest.testmod(module)
     assert results.attempted

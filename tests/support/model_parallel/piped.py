@@ -26,8 +26,7 @@ from fedplat.parallel import Parallel
 from fedplat.pytorch.convert import load_into
 from fedplat.pytorch.distributed import Backend, Ranks, join_group
 from fedplat.pytorch.parallel import Layout, ParallelPlan, ParallelTrainee, evaluate_parts, make_gradients, make_layout
-from fedplat.pytorch.parallel.layout_gradients import clip_gradients
-from fedplat.pytorch.parallel.parts import sum_scores
+from fedplat.pytorch.parallel.parts import clip_gradients, sum_scores
 from fedplat.pytorch.training import Examples, LocalOptions, MakeOptimizer, StepSchedule, check_examples
 from fedplat.pytorch.training.learner import Learner, make_loss
 from fedplat.pytorch.training.stepper import StepAlgorithm, Stepper

@@ -7,12 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from fedplat.simulation.engines.client_trainer import ClientTraining
+from fedplat.simulation.engines.client_trainer import ClientTraining, VmapEngine
 from fedplat.simulation.engines.interface import Engine
-from fedplat.simulation.engines.loop import LoopEngine
-from fedplat.simulation.engines.processes import ProcessEngine
-from fedplat.simulation.engines.ray.engine import RayEngine
-from fedplat.simulation.engines.vmap import VmapEngine
+from fedplat.simulation.engines.processes import LoopEngine, ProcessEngine
+from fedplat.simulation.engines.ray import RayEngine
 
 MakeEngine = Callable[[ClientTraining], Engine]
 

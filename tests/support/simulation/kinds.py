@@ -28,7 +28,7 @@ from fedplat.rounds.commands import Commit, RunWarmStart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
 from fedplat.simulation.clients import FleetOptions, build_fleet
 from fedplat.simulation.clients.distributions import UniformRange
-from fedplat.simulation.clients.links import Cut, LinkOptions, Outage
+from fedplat.simulation.clients.fleet import Cut, LinkOptions, Outage
 from fedplat.simulation.federated.interface import NoTraining
 from fedplat.simulation.recording.result import AttemptResult
 from fedplat.simulation.run import Hooks, Simulation, drive, run

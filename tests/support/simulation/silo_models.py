@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from fedplat.model import Parameters
 from fedplat.simulation.clients import FleetOptions, build_fleet
-from fedplat.simulation.clients.links import LinkOptions
+from fedplat.simulation.clients.fleet import LinkOptions
 from fedplat.simulation.engines.interface import ClientTask, LocalUpdate
 from fedplat.simulation.run import Simulation, run
 from support.rounds.silos import silo_spec

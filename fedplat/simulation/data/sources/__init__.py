@@ -1,7 +1,7 @@
 """Sources of examples, as `[simulation.data]` of a simulation file describes.
 
-To add one: write one new file (a frozen record with `load()`), add one row to `SOURCES` below. No source executes or
-unpickles a file; only `function` runs code, the user's own. Only `huggingface` with a `name` downloads a data set.
+To add one: write a frozen record with `load()`, and add one row to `SOURCES` below. No source executes or unpickles a
+file; only the source `function` runs code, the user's own. Only `huggingface` with a `name` downloads a data set.
 """
 
 from __future__ import annotations
@@ -11,16 +11,12 @@ from typing import Protocol, runtime_checkable
 
 from fedplat.config.plugins import Kind, define
 from fedplat.simulation.data.federation import Dataset, Federation
+from fedplat.simulation.data.sources.arrays import Function, Npy, Npz
+from fedplat.simulation.data.sources.arrow import Packed
 from fedplat.simulation.data.sources.common import SourcePaths, data_folder
-from fedplat.simulation.data.sources.digits import Digits
-from fedplat.simulation.data.sources.function import Function
+from fedplat.simulation.data.sources.datasets import Digits, Leaf, Mnist, Shakespeare
 from fedplat.simulation.data.sources.huggingface import HuggingFace
 from fedplat.simulation.data.sources.images import Images
-from fedplat.simulation.data.sources.leaf import Leaf
-from fedplat.simulation.data.sources.mnist import Mnist
-from fedplat.simulation.data.sources.npz import Npy, Npz
-from fedplat.simulation.data.sources.packed import Packed
-from fedplat.simulation.data.sources.shakespeare import Shakespeare
 from fedplat.simulation.data.sources.tables import Csv, Parquet
 
 

@@ -37,7 +37,7 @@ from fedplat.errors import FedplatError
 from fedplat.model import ModelFile, Values, Vector
 from fedplat.model.blocks import ShardReduce, Terms, shards, single_shard
 from fedplat.pytorch.distributed import Ranks, VectorLayout, Vectors, make_vectors
-from fedplat.pytorch.distributed.device import DeviceSum, device_sum
+from fedplat.pytorch.distributed.vectors import DeviceSum, device_sum
 from fedplat_server.workers.task_inputs import AddUpdate, AttemptAggregate, AttemptInputs, CloseAttempt
 
 Note = Callable[[bytes], None]

@@ -8,7 +8,7 @@ import pytest
 
 from fedplat.simulation.engines.client_trainer import ClientTraining
 from fedplat.simulation.engines.interface import Engine
-from fedplat.simulation.engines.ray.cluster import Cluster
+from fedplat.simulation.engines.ray import Cluster
 from support.simulation.engines import ENGINES, RAY, MakeEngine
 
 

@@ -12,7 +12,7 @@ from fedplat.simulation.engines import auto
 from fedplat.simulation.engines.auto import ROUNDS, AutoEngine
 from fedplat.simulation.engines.client_trainer import ClientTraining
 from fedplat.simulation.engines.interface import ClientTask
-from fedplat.simulation.engines.loop import LoopEngine
+from fedplat.simulation.engines.processes import LoopEngine
 from support.simulation.layers import dropping, normed
 from support.simulation.tasks import personal, rounds, task
 

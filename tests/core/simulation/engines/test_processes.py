@@ -16,8 +16,7 @@ import pytest
 
 from fedplat.errors import EngineError
 from fedplat.simulation.engines.interface import ClientTask
-from fedplat.simulation.engines.loop import LoopEngine
-from fedplat.simulation.engines.processes import ProcessEngine
+from fedplat.simulation.engines.processes import LoopEngine, ProcessEngine
 from support.simulation.failing_tasks import Failing, Stuck
 from support.simulation.tasks import rounds, task
 

@@ -20,9 +20,8 @@ from fedplat.errors import EngineError, MissingExtraError
 from fedplat.pytorch.training import Learner
 from fedplat.simulation.engines.client_trainer import ClientTraining
 from fedplat.simulation.engines.interface import ClientTask
-from fedplat.simulation.engines.loop import LoopEngine
-from fedplat.simulation.engines.ray.cluster import Cluster
-from fedplat.simulation.engines.ray.engine import RayEngine
+from fedplat.simulation.engines.processes import LoopEngine
+from fedplat.simulation.engines.ray import Cluster, RayEngine
 from fedplat.simulation.scenario.model import OwnFunction, OwnModule
 from support.simulation.engines import RAY
 from support.simulation.failing_tasks import Failing, Stuck
@@ -123,7 +122,7 @@ PROGRAM = """
 import os, sys
 from support.simulation.tasks import task
 from fedplat.errors import EngineError
-from fedplat.simulation.engines.ray.engine import RayEngine
+from fedplat.simulation.engines.ray import RayEngine
 
 try:
     RayEngine(task(), 5)
@@ -154,8 +153,8 @@ def test_a_cluster_that_is_there_is_used_and_left_alone(ray_cluster: Cluster, ma
 ALONE = """
 import sys, psutil
 from support.simulation.tasks import task
-from fedplat.simulation.engines.ray.cluster import _State
-from fedplat.simulation.engines.ray.engine import RayEngine
+from fedplat.simulation.engines.ray import _State
+from fedplat.simulation.engines.ray import RayEngine
 from fedplat.simulation.engines.interface import ClientTask
 
 given = task()

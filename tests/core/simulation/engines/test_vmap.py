@@ -12,10 +12,9 @@ from torch import nn
 
 from fedplat.errors import EngineError
 from fedplat.pytorch.vectorized import vmap_gradients
-from fedplat.simulation.engines.client_trainer import ClientTraining
+from fedplat.simulation.engines.client_trainer import ClientTraining, VmapEngine
 from fedplat.simulation.engines.interface import ClientTask
-from fedplat.simulation.engines.loop import LoopEngine
-from fedplat.simulation.engines.vmap import VmapEngine
+from fedplat.simulation.engines.processes import LoopEngine
 from support.simulation.layers import dropping, normed
 from support.simulation.tasks import lenet, rounds, task
 

@@ -16,7 +16,7 @@ from fedplat import texts
 from fedplat.learner import ArrayLearner
 from fedplat.model import Bytes, Parameters, Schema
 from fedplat.simulation.data.federation import Array, Federation, Part
-from fedplat.simulation.engines import malloc, trainers, worker_pool
+from fedplat.simulation.engines import interface, trainers, worker_pool
 from fedplat.simulation.engines.interface import ClientTask
 
 Piece = tuple[Array, Array]
@@ -42,7 +42,7 @@ class RayWorker:
 
     def __init__(self, path: Sequence[str]) -> None:
         sys.path += [entry for entry in path if entry not in sys.path]  # where the user's modules are
-        malloc.keep_freed_memory()
+        interface.keep_freed_memory()
         # Arrays in the object store are read-only. Batches are copies, so nothing writes to the arrays.
         warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
         self._loaded: set[int] = set()

@@ -1,17 +1,70 @@
-"""LEAF's folders: JSON files with the examples of each user (Caldas et al. 2018, arXiv 1812.01097)."""
+"""Well-known data sets: digits, MNIST, LEAF's folders, and Shakespeare's plays.
+
+As in LEAF (Caldas et al. 2018, arXiv 1812.01097) an example is 80 characters of one speaker's lines and the next
+character; the last part of each speaker's lines is held out.
+"""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 
 from fedplat.config.decoding import prepare_type
-from fedplat.errors import DataError
-from fedplat.simulation.data.federation import Array, Dataset
+from fedplat.errors import DataError, MissingExtraError
+from fedplat.simulation.data.federation import Array, Dataset, Part
 from fedplat.simulation.data.sources import common
+from fedplat.simulation.data.sources.common import Fraction, SourcePaths, find_data_file, hold_out, read_arrays
+
+
+class Digits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="source", tag="digits"):
+    """Float32 images [n, 1, 8, 8] with pixels in [0, 1]; `test_fraction` of them are held out."""
+
+    test_fraction: Fraction = 0.2
+
+    def load(self, place: SourcePaths) -> Dataset:
+        """Load the data set. Raises `MissingExtraError` without scikit-learn."""
+        try:
+            from sklearn.datasets import load_digits
+        except ModuleNotFoundError as exc:
+            raise MissingExtraError("the digits need scikit-learn; install it with: pip install scikit-learn") from exc
+        pixels, labels = load_digits(return_X_y=True)
+        images = (np.asarray(pixels) / 16.0).astype(np.float32).reshape(-1, 1, 8, 8)
+        return hold_out(Dataset.from_arrays(images, np.asarray(labels, np.int64)), self.test_fraction, place.rng)
+
+
+_MNIST_ARRAYS = (
+    "It has the uint8 arrays x_train, y_train, x_test and y_test; Keras publishes it: "
+    "curl -O https://storage.googleapis.com/tensorflow/tf-keras-datasets/mnist.npz"
+)
+_MEAN, _DEVIATION = 0.1307, 0.3081  # of the training images' pixels in [0, 1]
+
+
+class Mnist(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="source", tag="mnist"):
+    """The file `mnist.npz` of the data folder, as float32 images [n, 1, 28, 28].
+
+    `scale` is "unit" for pixels in [0, 1], or "standard" for mean 0 and deviation 1.
+    """
+
+    scale: Literal["unit", "standard"] = "unit"
+
+    def load(self, place: SourcePaths) -> Dataset:
+        """Load the data set. Raises `DataError` if the file is missing."""
+        names = ("x_train", "y_train", "x_test", "y_test")
+        arrays = read_arrays(find_data_file(place.data, "mnist.npz", _MNIST_ARRAYS), names)
+        train, test = self._images(arrays["x_train"]), self._images(arrays["x_test"])
+        return Dataset(train, arrays["y_train"].astype(np.int64), test, arrays["y_test"].astype(np.int64))
+
+    def _images(self, pixels: Array) -> Array:
+        images = pixels[:, np.newaxis].astype(np.float32)
+        images /= np.float32(255.0)
+        if self.scale == "standard":
+            images -= np.float32(_MEAN)
+            images /= np.float32(_DEVIATION)
+        return images
 
 
 class _User(msgspec.Struct):
@@ -134,3 +187,60 @@ def _require_equal(users: dict[str, tuple[Array, Array, common.Row]]) -> None:
                     f"{other_row(0)}: {kind} is {other.dtype}{list(other.shape[1:])}, and that of {row(0)} is "
                     f"{one.dtype}{list(one.shape[1:])}; expected values of one shape, all numbers or all texts"
                 )
+
+
+_SHAKESPEARE_TEXT = (
+    "It has the text of the plays: a line with the speaker's name and a colon, the speech, an empty line."
+)
+_SPEECH = re.compile(r"^([^\n:]{1,60}):\n(.+?)(?=\n\n|\n*\Z)", re.MULTILINE | re.DOTALL)
+
+
+class Shakespeare(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="source", tag="shakespeare"):
+    """Inputs are uint8 codes [n, length] (see `common.CHARACTERS`), targets the next character's code as int64 [n].
+
+    A new example begins every `stride` characters. Speakers with fewer than `min_examples` of them are left out.
+    """
+
+    length: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 80
+    stride: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 1
+    min_examples: Annotated[int, msgspec.Meta(ge=2, le=1_000_000)] = 20
+    test_fraction: Fraction = 0.2
+
+    def load(self, place: SourcePaths) -> Dataset:
+        """Load the data set. Raises `DataError` if the file is missing, or no speaker has `min_examples`."""
+        path = find_data_file(place.data, "tinyshakespeare.txt", _SHAKESPEARE_TEXT)
+        speeches: dict[str, list[str]] = {}
+        for speaker, speech in _SPEECH.findall(path.read_text("utf-8")):
+            speeches.setdefault(speaker, []).append(speech)
+        train: list[tuple[Array, Array]] = []
+        test: list[tuple[Array, Array]] = []
+        names: list[str] = []
+        for speaker in sorted(speeches):
+            inputs, targets = self._examples("\n".join(speeches[speaker]))
+            if len(inputs) < self.min_examples:
+                continue
+            names.append(speaker)
+            kept = len(inputs) - round(self.test_fraction * len(inputs))
+            train.append((inputs[:kept], targets[:kept]))
+            # The first held-out example begins after the last training example has ended: they do not overlap.
+            begin = min(len(inputs), kept + -(-self.length // self.stride))
+            test.append((inputs[begin:], targets[begin:]))
+        if not names:
+            raise DataError(f"no speaker in {path} has {self.min_examples} examples of {self.length} characters")
+        sizes = np.array([len(inputs) for inputs, _ in train])
+        return Dataset(*_concatenate(train), *_concatenate(test), _owners(sizes), tuple(names))
+
+    def _examples(self, lines: str) -> tuple[Array, Array]:
+        characters = common.character_codes(lines)
+        if len(characters) <= self.length:
+            return characters[:0].reshape(0, self.length), characters[:0].astype(np.int64)
+        windows = np.lib.stride_tricks.sliding_window_view(characters, self.length + 1)[:: self.stride]
+        return windows[:, :-1], windows[:, -1].astype(np.int64)
+
+
+def _concatenate(pairs: list[tuple[Array, Array]]) -> tuple[Array, Array]:
+    return np.concatenate([inputs for inputs, _ in pairs]), np.concatenate([targets for _, targets in pairs])
+
+
+def _owners(sizes: Array) -> Part:
+    return np.repeat(np.arange(len(sizes)), sizes).astype(np.int64)

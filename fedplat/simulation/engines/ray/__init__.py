@@ -1,1 +1,0 @@
-"""An engine that trains clients on the machines of a Ray cluster."""
