@@ -9,7 +9,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
-from fedplat import durable, errors, model
+from fedplat import durable, model
+from fedplat.errors import ModelError
 from fedplat.wire import messages
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server import config, crash_points
@@ -145,7 +146,7 @@ async def store_model(blobs: BlobStore, parts: AsyncIterator[durable.Bytes], lim
                 await run_to_the_end(durable.write_all, file.fileno(), data)
         try:
             return await asyncio.to_thread(_put_canonical, blobs, Path(file.name))
-        except errors.ModelError as exc:
+        except ModelError as exc:
             raise RefusedError(Code.INVALID_MODEL, str(exc).replace(str(Path(file.name)), "the file")) from exc
 
 
