@@ -31,8 +31,7 @@ import report
 from fedplat.aggregate import Contribution
 from fedplat.job import parse_job
 from fedplat.model import Parameters
-from fedplat_server.aggregation.backend import AggregationBackend, LocalAggregation
-from fedplat_server.aggregation.pooled import PoolAggregation
+from fedplat_server.aggregation.backend import AggregationBackend, LocalAggregation, PoolAggregation
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.workers.client import WorkerPool
 from fedplat_server.workers.task_inputs import AttemptInputs, SpooledUpdate

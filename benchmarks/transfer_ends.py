@@ -25,8 +25,7 @@ from fedplat.wire import process_tuning
 from fedplat.wire.auth import Ticket
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client import transport
-from fedplat_client._auth.authenticator import SignedAccess
-from fedplat_client._auth.calls import Connection
+from fedplat_client._auth.authenticator import Connection, SignedAccess
 from fedplat_client._auth.enrollment import ClientDescription, ClientSession, Endpoints
 from fedplat_client._state.data_dir import DataDirectory
 from fedplat_client._state.model_cache import ModelCache

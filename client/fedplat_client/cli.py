@@ -20,7 +20,7 @@ from fedplat.errors import FedplatError, MissingExtraError, PluginError, TicketE
 from fedplat.secure_aggregation.messages import MAX_GROUP, MIN_GROUP
 from fedplat.wire import process_tuning
 from fedplat_client import errors, log, task
-from fedplat_client._auth import tickets
+from fedplat_client._auth import enrollment
 from fedplat_client._version import __version__
 from fedplat_client.client import Client
 from fedplat_client.options import ClientOptions
@@ -416,7 +416,7 @@ def _read_arguments(options: _ClientCommandOptions) -> _ClientArguments:
 def _open_client(options: _IdentityOptions, given: _ClientArguments) -> Client:
     """Open the client named by the ticket or the options; without either, the one enrolled in the data directory."""
     server, population = options["server"], options["population"]
-    ticket = tickets.find(options["ticket"], options["ticket_file"])
+    ticket = enrollment.find_ticket(options["ticket"], options["ticket_file"])
     if ticket is not None:
         if (server or ticket.server, population or ticket.population) != (ticket.server, ticket.population):
             raise _UsageError(

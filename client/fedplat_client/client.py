@@ -16,9 +16,8 @@ from fedplat.secure_aggregation import setup
 from fedplat.wire.auth import Ticket
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client import cancellation, errors, transport
-from fedplat_client._auth import tickets
-from fedplat_client._auth.authenticator import SignedAccess
-from fedplat_client._auth.calls import Connection
+from fedplat_client._auth import enrollment
+from fedplat_client._auth.authenticator import Connection, SignedAccess
 from fedplat_client._auth.enrollment import ClientDescription, ClientSession, Endpoints
 from fedplat_client._auth.mtls import CertificateAccess
 from fedplat_client._protocols import registry
@@ -26,9 +25,8 @@ from fedplat_client._state import data_dir as data_directory
 from fedplat_client._state.data_dir import SigningKey
 from fedplat_client._state.model_cache import ModelCache
 from fedplat_client._state.privacy_ledger import PrivacyLedger
-from fedplat_client._state.served_attempts import ServedAttempts
-from fedplat_client._state.two_phase import ClientStateStore, Residuals
-from fedplat_client._work import assignment, failures, model_download, process_group, training, work
+from fedplat_client._state.two_phase import ClientStateStore, Residuals, ServedAttempts
+from fedplat_client._work import heartbeat, process_group, training, transfer, work
 from fedplat_client._work.peers.port import PeerPort
 from fedplat_client.backoff import Backoff, draw_s, is_cut
 from fedplat_client.options import ClientOptions
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
     from fedplat_client._protocols.gossip.worker import SiloWorker
 
 Function = TypeVar("Function", TrainFunction, EvaluateFunction)
-RunAssignment: TypeAlias = Callable[[fleet_pb2.Assignment], failures.CheckInResult]
+RunAssignment: TypeAlias = Callable[[fleet_pb2.Assignment], heartbeat.CheckInResult]
 _logger = logging.getLogger(__name__)
 
 
@@ -109,7 +107,7 @@ class Client:
         Without one there either, use the identity in the data directory: an enrolled client needs no ticket. Raises
         `TicketError` or `DataDirectoryError`.
         """
-        parsed = tickets.find(ticket)
+        parsed = enrollment.find_ticket(ticket)
         if parsed is None:
             identity = data_directory.find_identity(_resolve_data_dir(data_dir))
             server, population = identity.server, identity.population
@@ -230,7 +228,7 @@ class Client:
             open_silos = functools.cache(lambda: stack.enter_context(self._open_silos(parts, port, signed)))
             parts = self._open_parts(connection, key)
             halves = registry.make_halves(open_silos)
-            worker = assignment.AssignmentWorker(parts, lambda each: halves[registry.name_of(each)])
+            worker = work.AssignmentWorker(parts, lambda each: halves[registry.name_of(each)])
             endpoints = Endpoints(signed, connection)
             session = ClientSession(endpoints, self._directory, identity, self._description(), self._stop)
             is_silo = self._options.takes_exchanges or self._directory.silos.exists()
@@ -257,7 +255,7 @@ class Client:
             ) from exc
         return work.ClientParts(
             connection=connection,
-            downloader=model_download.Downloader(connection, cache, options.max_model_bytes, self._plugins.table),
+            downloader=transfer.Downloader(connection, cache, options.max_model_bytes, self._plugins.table),
             residuals=Residuals(directory.residuals, options.cache_limit_bytes, cache.give_way),
             served=ServedAttempts(directory.served),
             client_states=ClientStateStore(directory.client_states, options.cache_limit_bytes, cache.give_way),
@@ -329,7 +327,7 @@ class Client:
     def _stopped_within(self, delay_s: float) -> bool:
         return self._options.wait(self._stop, delay_s) if delay_s > 0 else self._stop.is_set()
 
-    def _delay_s(self, outcome: failures.CheckInResult, backoff: Backoff) -> float:
+    def _delay_s(self, outcome: heartbeat.CheckInResult, backoff: Backoff) -> float:
         if not outcome.failed:
             backoff.reset()
         if outcome.retry is not None:
@@ -368,13 +366,13 @@ def _validate_labels(labels: Mapping[str, str]) -> dict[str, str]:
     return dict(labels)
 
 
-def _read_refusal(reply: fleet_pb2.CheckInResponse) -> failures.CheckInResult:
+def _read_refusal(reply: fleet_pb2.CheckInResponse) -> heartbeat.CheckInResult:
     """Convert a check-in without an assignment; if the server names no retry window, the client backs off."""
     refusal = reply.refusal
     _logger.debug("No assignment: %s", refusal.text, extra={"reason": cancellation.reason_name(refusal.reason)})
     if refusal.HasField("retry"):
-        return failures.CheckInResult(failed=False, retry=refusal.retry)
-    return failures.CheckInResult(failed=True)
+        return heartbeat.CheckInResult(failed=False, retry=refusal.retry)
+    return heartbeat.CheckInResult(failed=True)
 
 
 def _register(table: dict[str, Function], kind: str, name: str, function: Function) -> Function:

@@ -25,12 +25,12 @@ from fedplat_server.database.store import open_store as _open_store
 from fedplat_server.leader.leader import Leader
 from fedplat_server.leader.parts import Mandate, make_parts
 from fedplat_server.leadership import Election, open_election
-from fedplat_server.messages.memory import UploadMemory
+from fedplat_server.messages.streams import UploadMemory
 from fedplat_server.metrics.service import MetricsService
 from fedplat_server.records import audit
 from fedplat_server.records.lease import Candidate, HeldLease
 from fedplat_server.rpc import serving
-from fedplat_server.rpc.routing.gateway import Follower, GatewayOptions
+from fedplat_server.rpc.gateway import Follower, GatewayOptions
 from fedplat_server.storage import data_dir
 
 if TYPE_CHECKING:

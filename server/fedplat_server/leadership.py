@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from fedplat_server import errors, logs
 from fedplat_server.config import LeaseTimes, ServerConfig
-from fedplat_server.database.sql_leases import LeaseStore, open_leases
+from fedplat_server.database.store import LeaseStore, open_leases
 from fedplat_server.records import lease as rules
 from fedplat_server.records.lease import Candidate, HeldLease, Lease
 

@@ -20,7 +20,7 @@ from fedplat.secure_aggregation.setup import FEATURE, LocalNoise
 from fedplat.wire.v1 import model_pb2
 from fedplat_client import Task, TrainResult
 from fedplat_client._state.data_dir import DataDirectory
-from fedplat_client._state.served_attempts import ServedAttempts
+from fedplat_client._state.two_phase import ServedAttempts
 from fedplat_client.cancellation import StopSignal
 from support.fake_fleet import serving
 from support.secure_cohort import MakeCohort

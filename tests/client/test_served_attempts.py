@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedplat_client._state.served_attempts import ServedAttempts
+from fedplat_client._state.two_phase import ServedAttempts
 
 
 def test_an_attempt_is_added_once(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from fedplat.codecs.container import Format
 from fedplat.model import Parameters
 from fedplat.rounds.invariants.records import StoredAttempt, StoredJob
 from fedplat_client import Client, Task, TrainResult
-from fedplat_client._work import encoding, transfer
+from fedplat_client._work import training, transfer
 from fedplat_client._work.transfer import Content
 from support import deployment, processes
 from support.clients import at_work
@@ -78,14 +78,14 @@ def noisy(clients: list[Client]) -> contextlib.AbstractContextManager[None]:
 def sent(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     """The files that the clients of this process have sent, by digest: the server keeps none."""
     files: dict[str, bytes] = {}
-    encode = encoding.encode
+    encode = training.encode
 
     def noted(*arguments: Any) -> Content:
         content = encode(*arguments)
         files[content.digest] = content.to_bytes()
         return content
 
-    monkeypatch.setattr(encoding, "encode", noted)
+    monkeypatch.setattr(training, "encode", noted)
     return files
 
 

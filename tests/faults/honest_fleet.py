@@ -24,8 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from faults import least_squares
 from fedplat_client import Client, ClientOptions, Task, TrainResult
-from fedplat_client._auth.authenticator import SignedAccess
-from fedplat_client._auth.calls import Connection
+from fedplat_client._auth.authenticator import Connection, SignedAccess
 
 POPULATION = "honest"
 TRAINER = "least-squares"

@@ -18,7 +18,7 @@ import typer
 
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client import Client, ClientOptions, Task, TrainResult
-from fedplat_client._auth.calls import Connection
+from fedplat_client._auth.authenticator import Connection
 
 POPULATION = "soak"
 TRAINER = "soak"

@@ -12,7 +12,7 @@ import pytest
 
 from fedplat.privacy import Charge, accounting
 from fedplat.wire.v1 import admin_pb2
-from fedplat_server.coordination import budgets
+from fedplat_server.coordination import job_checks
 from support.daemons import Operator, Site, initial_model, update_of
 from support.jobs import job_file
 from support.private_jobs import private
@@ -42,11 +42,11 @@ class Blocked:
 
 @pytest.fixture(autouse=True)
 def _nothing_cached() -> Generator[None]:
-    budgets.epsilon.cache_clear()
-    budgets.epsilon_rdp.cache_clear()
+    job_checks.epsilon.cache_clear()
+    job_checks.epsilon_rdp.cache_clear()
     yield
-    budgets.epsilon.cache_clear()
-    budgets.epsilon_rdp.cache_clear()
+    job_checks.epsilon.cache_clear()
+    job_checks.epsilon_rdp.cache_clear()
 
 
 def show(operator: Operator) -> asyncio.Task[admin_pb2.ShowPrivacyResponse]:
@@ -93,7 +93,7 @@ async def test_concurrent_calls_compute_each_cost_once(site: Site, monkeypatch: 
     for number, noise in enumerate((10.0, 11.0, 12.0)):
         await site.operator.create(private(f"noise_multiplier = {noise}", name=f"private-{number}"))
     computed.clear()
-    budgets.epsilon.cache_clear()
+    job_checks.epsilon.cache_clear()
     answers = await asyncio.gather(*(show(site.operator) for _ in range(16)))
     assert len({answer.SerializeToString(deterministic=True) for answer in answers}) == 1
     planned = {charges for _, charges, _ in computed if charges}
@@ -105,16 +105,16 @@ async def test_concurrent_calls_compute_each_cost_once(site: Site, monkeypatch: 
 @pytest.mark.slow
 def test_what_is_remembered_is_bounded() -> None:
     mechanism = accounting.Mechanism("fixed", 10.0)
-    for releases in range(1, budgets.CACHED + 100):
-        budgets.epsilon((Charge(mechanism, releases),), 1e-6)
-        budgets.epsilon_rdp((), 1.0 / (releases + 1))
-    assert budgets.epsilon.cache_info().currsize == budgets.CACHED
-    assert budgets.epsilon_rdp.cache_info().currsize == budgets.CACHED
+    for releases in range(1, job_checks.CACHED + 100):
+        job_checks.epsilon((Charge(mechanism, releases),), 1e-6)
+        job_checks.epsilon_rdp((), 1.0 / (releases + 1))
+    assert job_checks.epsilon.cache_info().currsize == job_checks.CACHED
+    assert job_checks.epsilon_rdp.cache_info().currsize == job_checks.CACHED
 
 
 async def test_work_of_a_call_that_was_given_up_does_not_begin() -> None:
     held, begun, done = threading.Event(), threading.Event(), list[str]()
-    own = budgets.Accountant()
+    own = job_checks.Accountant()
 
     def hold() -> None:
         begun.set()

@@ -15,7 +15,7 @@ from grpc import aio
 from fedplat.job import JobSpec, calibrate
 from fedplat.privacy import Charge, accounting
 from fedplat.wire.v1 import admin_pb2
-from fedplat_server.coordination import budgets
+from fedplat_server.coordination import job_checks
 from support import daemons
 from support.daemons import Site
 from support.jobs import job_file
@@ -58,7 +58,7 @@ async def test_a_job_is_calibrated_once(site: Site, monkeypatch: pytest.MonkeyPa
         threads.add(threading.current_thread().name)
         return calibrate(spec)
 
-    monkeypatch.setattr(budgets, "calibrate", count)
+    monkeypatch.setattr(job_checks, "calibrate", count)
     text = private("epsilon = 2.0")
     same = await asyncio.gather(*(site.operator.create(text, key="the same key") for _ in range(4)))
     assert len({job.job_id for job in same}) == 1
@@ -171,7 +171,7 @@ async def test_what_changes_while_it_is_looked_at_is_looked_at_again(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job without noise arrives while a budget is computed, and a budget while such a job is created."""
-    real = budgets.why_too_small
+    real = job_checks.why_too_small
     loop = asyncio.get_running_loop()
 
     def disturbed(*arguments: Any) -> str:
@@ -180,7 +180,7 @@ async def test_what_changes_while_it_is_looked_at_is_looked_at_again(
             asyncio.run_coroutine_threadsafe(site.operator.create(job_file("other"), key="other key"), loop).result(30)
         return found
 
-    monkeypatch.setattr(budgets, "why_too_small", disturbed)
+    monkeypatch.setattr(job_checks, "why_too_small", disturbed)
     assert "has open jobs without [privacy]" in await refused(budget(site, 3.0))
     assert (await show(site)).populations == []
     monkeypatch.undo()

@@ -32,7 +32,7 @@ def job_of(folder: Path, text: str, model: dict[str, np.ndarray]) -> Path:
 
 def judge(path: Path) -> int:
     """What the server does with both: it returns the size of the model."""
-    spec = job_checks.parse(path.read_text(), MAX_JOB_FILE_BYTES)
+    spec = job_checks.parse_submitted(path.read_text(), MAX_JOB_FILE_BYTES)
     return job_checks.check_initial_model(path.with_name("unused.safetensors"), spec)
 
 

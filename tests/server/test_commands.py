@@ -21,8 +21,7 @@ from fedplat_server.auth.tls import load, utc_now
 from fedplat_server.cli import commands, init, main
 from fedplat_server.cli.options import database_url, with_store
 from fedplat_server.config import ServerConfig, is_postgres
-from fedplat_server.records.audit import AuditRow
-from fedplat_server.records.operators import OperatorRecord, hash_token
+from fedplat_server.records.audit import AuditRow, OperatorRecord, hash_token
 
 COMMAND = str(Path(sys.executable).parent / "fedplat-server")
 SECRETS = ("admin.toml", "pki/ca.key", "pki/server.key")

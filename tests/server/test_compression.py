@@ -14,7 +14,7 @@ from fedplat.aggregate import Accumulator, Contribution
 from fedplat.codecs.container import Format, options_to_text
 from fedplat.job import build_rule, parse_job
 from fedplat.model import Parameters
-from fedplat_server.verify.checker import verify
+from fedplat_server.verify.inspection import verify
 from support import daemons
 from support.daemons import RawClient, Site, digest_of, reason_name, update_of
 from support.jobs import job_file

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedplat_server.verify.checker import verify
+from fedplat_server.verify.inspection import verify
 from support import daemons
 from support.daemons import initial_model, update_of
 from support.jobs import job_file

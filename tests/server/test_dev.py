@@ -16,14 +16,14 @@ import pytest
 
 from fedplat.admin import profile
 from fedplat.wire.auth import Ticket
-from fedplat_server.auth.enrollment import hash_secret
+from fedplat_server.auth.client_directory import hash_secret
 from fedplat_server.auth.pki_folder import PkiFolder
 from fedplat_server.auth.tls import load, utc_now
-from fedplat_server.cli import dev, main
+from fedplat_server.cli import main, serving
 from fedplat_server.cli.options import database_url, with_store
 from fedplat_server.config import ServerConfig
-from fedplat_server.database.clients import EnrollmentToken
-from fedplat_server.records.operators import hash_token
+from fedplat_server.database.records import EnrollmentToken
+from fedplat_server.records.audit import hash_token
 from fedplat_server.storage import data_dir as data_folder
 from support import processes
 
@@ -58,7 +58,7 @@ def configs(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
         served.append(config)
         on_started()
 
-    monkeypatch.setattr(dev, "serve", serve)
+    monkeypatch.setattr(serving, "serve", serve)
     return served
 
 
@@ -125,7 +125,7 @@ def test_the_first_start_makes_all_and_the_next_keeps_all(
     ticket = ticket_of(data)
     assert (ticket.server, ticket.population, ticket.tls) == (address, "demo", True)
     assert ticket.ca == PkiFolder.of(data).ca.read_text()
-    assert token_of(data, ticket).num_left == dev.NUM_TICKET_USES
+    assert token_of(data, ticket).num_left == serving.NUM_TICKET_USES
     for path in (profile_path, data / "demo.ticket"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
     assert f"fedplat-client run --ticket-file {data}/demo.ticket --data-dir client-1 --trainer" in out

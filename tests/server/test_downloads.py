@@ -12,7 +12,7 @@ from fedplat.rounds.events import ClientCheckedIn
 from fedplat_server.coordination import availability
 from fedplat_server.coordination.availability import AvailabilityTracker, FleetCounter, FleetCounts
 from fedplat_server.coordination.progress import BATCH, Downloads
-from fedplat_server.database.sql_fleet import AvailabilityHour, ClientTraits
+from fedplat_server.database.sql_clients import AvailabilityHour, ClientTraits
 from fedplat_server.errors import StoreUnavailableError
 
 KEY = AttemptKey("j-1", 1, 1)

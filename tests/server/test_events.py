@@ -11,8 +11,8 @@ import pytest
 from grpc import aio
 
 from fedplat.wire.v1 import admin_pb2, events_pb2
-from fedplat_server.coordination import event_feed
-from fedplat_server.coordination.event_feed import EventFeed
+from fedplat_server.coordination import long_polls
+from fedplat_server.coordination.long_polls import EventFeed
 from fedplat_server.database.store import Store, open_store
 from fedplat_server.records.events import Alert, EventRow, Severity
 from support import daemons, databases
@@ -197,7 +197,7 @@ async def test_the_feed_survives_an_outage_of_the_database(store: Store) -> None
 async def test_a_watcher_that_is_far_behind_reads_everything_in_bounded_pages(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_feed, "PAGE", 7)
+    monkeypatch.setattr(long_polls, "PAGE", 7)
     feed = EventFeed(store.events)
     with feed.watch():
         first = await store.events.find_last_sequence()

@@ -20,8 +20,8 @@ from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
 from fedplat.wire.v1.gossip_pb2 import SiloMessage, SiloReport
 from fedplat_server.coordination import job_checks
 from fedplat_server.errors import Code, RefusedError
-from fedplat_server.protocols.silence import MISSED_HEARTBEATS, SilenceMonitor
-from fedplat_server.verify.checker import verify
+from fedplat_server.protocols.relay import MISSED_HEARTBEATS, SilenceMonitor
+from fedplat_server.verify.inspection import verify
 from support import daemons
 from support.daemons import Site, initial_model, until
 from support.jobs import FAR_S, write_job
@@ -301,7 +301,7 @@ def test_silos_are_silent_after_three_heartbeats_without_a_call() -> None:
 
 def test_a_server_refuses_more_silos_than_it_coordinates() -> None:
     with pytest.raises(RefusedError, match=r"at most 200 silos .* simulate larger ones") as caught:
-        job_checks.parse(job_text(goal=201), 10_000)
+        job_checks.parse_submitted(job_text(goal=201), 10_000)
     assert caught.value.code is Code.INVALID_JOB_FILE
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from fedplat_server.database.batch_loader import BatchLoader
+from fedplat_server.database.transactions import BatchLoader
 from fedplat_server.errors import LeadershipLostError, StoreError, StoreUnavailableError
 from support.daemons import Gate
 

@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 import pytest
 
-from fedplat_server.rpc import handlers
-from fedplat_server.rpc.handlers import StartedRequests
+from fedplat_server.rpc import interceptor
+from fedplat_server.rpc.interceptor import StartedRequests
 
 
 async def one(request: str, context: object) -> str:
@@ -61,7 +61,7 @@ async def stream(*messages: str) -> AsyncIterator[str]:
     ],
 )
 async def test_every_arity(handler: Any, requests: list[str], responses: str | list[str]) -> None:
-    wrapped = handlers.wrap(handler, bytes.decode, returning, yielding)
+    wrapped = interceptor.wrap_handler(handler, bytes.decode, returning, yielding)
     assert wrapped.request_streaming
     assert wrapped.response_streaming == handler.response_streaming
     assert wrapped.request_deserializer is bytes.decode

@@ -17,7 +17,7 @@ from fedplat.wire.auth import Ticket
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
 from fedplat_server.auth.client_directory import ClientDirectory
 from fedplat_server.coordination import revocation
-from fedplat_server.database.clients import Enrollment, EnrollmentToken
+from fedplat_server.database.records import Enrollment, EnrollmentToken
 from fedplat_server.database.store import open_store
 from fedplat_server.errors import RefusedError
 from support import daemons, databases

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from fedplat_server.config import ServerConfig
-from fedplat_server.coordination.budgets import Accountant
+from fedplat_server.coordination.job_checks import Accountant
 from fedplat_server.coordination.runner import Runner
 from fedplat_server.database.store import open_store
 from fedplat_server.leader import parts
@@ -21,7 +21,7 @@ from fedplat_server.metrics.service import MetricsService
 from fedplat_server.protocols.registry import ServerHalves
 from fedplat_server.records.lease import Lease
 from fedplat_server.rpc.serving import Endpoint
-from fedplat_server.storage.relay_store import RelayStore
+from fedplat_server.storage.spool_file import RelayStore
 from support import databases
 
 OTHERS = {RelayStore}

@@ -15,12 +15,12 @@ from faults import proxy
 from fedplat_server.config import LeaseTimes
 from fedplat_server.database import engine
 from fedplat_server.database.engine import async_url, create_engine
-from fedplat_server.database.sql_leases import LeaseStore, open_leases
+from fedplat_server.database.store import LeaseStore, open_leases
 from fedplat_server.errors import Code, LeadershipLostError, RefusedError, StoreUnavailableError
 from fedplat_server.leadership import NO_DATABASE, LeaseElection
 from fedplat_server.records import lease as rules
 from fedplat_server.records.lease import Candidate, HeldLease, Lease, LeaseReading
-from fedplat_server.rpc.routing.router import Router
+from fedplat_server.rpc.router import Router
 from support import daemons, databases
 from support.daemons import digest_of, initial_model, update_of
 from support.gateways import both_agree, code_of, leading

@@ -45,7 +45,7 @@ async def test_job_files_are_parsed_one_at_a_time_also_if_their_calls_have_ended
 ) -> None:
     """A thread cannot be cancelled: callers that give up must not gather threads that take memory."""
     begun, may_end, running = threading.Event(), threading.Event(), list[int]()
-    parse = job_checks.parse
+    parse = job_checks.parse_submitted
 
     def parse_slowly(text: str, *more: Any) -> JobSpec:
         running.append(running[-1] + 1 if running else 1)
@@ -62,7 +62,7 @@ async def test_job_files_are_parsed_one_at_a_time_also_if_their_calls_have_ended
         come.append(text)
         return await run_alone(self, function, text, *more)
 
-    monkeypatch.setattr(job_checks, "parse", parse_slowly)
+    monkeypatch.setattr(job_checks, "parse_submitted", parse_slowly)
     monkeypatch.setattr(files, "_run_alone", come_and_run)
     given_up = asyncio.ensure_future(site.operator.create(job_file("one")))
     assert await asyncio.to_thread(begun.wait, 60.0)

@@ -14,7 +14,7 @@ import pytest
 from grpc import aio
 
 from fedplat.wire.v1 import admin_pb2
-from fedplat_server.verify.checker import verify
+from fedplat_server.verify.inspection import verify
 from support import daemons
 from support.daemons import Site, initial_model, update_of
 from support.jobs import FAR_S, job_file, write_job

@@ -9,7 +9,7 @@ import pytest
 
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
-from fedplat_server.verify.checker import verify
+from fedplat_server.verify.inspection import verify
 from support import daemons
 from support.daemons import RawClient, Site, initial_model
 from support.jobs import job_file

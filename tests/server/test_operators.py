@@ -22,7 +22,7 @@ from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, events_pb2, options_pb2
 from fedplat_server.config import Limits
 from fedplat_server.database.store import open_store
 from fedplat_server.records import audit
-from fedplat_server.records.operators import Role, new_operator_token
+from fedplat_server.records.audit import Role, new_operator_token
 from fedplat_server.rpc import operator_access
 from fedplat_server.rpc.operator_access import NEEDED_ROLES
 from support import access, daemons

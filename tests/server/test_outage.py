@@ -12,7 +12,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2
 
 from fedplat.wire.v1 import admin_pb2, model_pb2
-from fedplat_server.database.jobs import AttemptFilter
+from fedplat_server.database.records import AttemptFilter
 from fedplat_server.errors import StoreUnavailableError
 from fedplat_server.rpc import serving
 from support import daemons

@@ -28,9 +28,8 @@ from fedplat_server.storage.blob_folder import StoredDigests
 from fedplat_server.storage.blob_stores import BlobPlace, reconcile
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.ownership import Contents, Owner
-from fedplat_server.storage.relay_store import RelayStore
 from fedplat_server.storage.spool import Spool
-from fedplat_server.storage.spool_file import name_attempt
+from fedplat_server.storage.spool_file import RelayStore, name_attempt
 from fedplat_server.training.server_training import ServerTraining
 from support import daemons
 from support.commands import here

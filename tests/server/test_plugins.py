@@ -19,7 +19,7 @@ from fedplat.config.plugins import kinds
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
 from fedplat_server.config import LeaseTimes
-from fedplat_server.verify.checker import verify
+from fedplat_server.verify.inspection import verify
 from support import commands, daemons, gateways, plugins
 from support.daemons import RawClient, Site, initial_model, reason_name, update_of
 from support.jobs import job_file

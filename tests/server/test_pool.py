@@ -18,7 +18,7 @@ import torch
 
 from fedplat_server.cli import workers
 from fedplat_server.errors import ConfigError, PoolBrokenError, PoolUnavailableError, PoolWorkError
-from fedplat_server.workers import client, encryption, protocol
+from fedplat_server.workers import client, protocol
 from fedplat_server.workers.broadcast import TaskEvent
 from fedplat_server.workers.client import WorkerPool
 from fedplat_server.workers.scheduler import Pause, ThreadCoroutine, TurnScheduler
@@ -98,19 +98,19 @@ async def test_other_hosts_and_users_cannot_reach_the_ranks_of_one_host(running:
 
 
 def test_only_who_has_the_key_can_speak_as_rank_0(tmp_path: Path) -> None:
-    encryption.create_key(tmp_path)
-    key = encryption.read_key(tmp_path)
-    encryption.create_key(tmp_path)
-    assert encryption.read_key(tmp_path) == key, "a second host finds it"
+    protocol.create_key(tmp_path)
+    key = protocol.read_key(tmp_path)
+    protocol.create_key(tmp_path)
+    assert protocol.read_key(tmp_path) == key, "a second host finds it"
     assert len(key) == 32
-    group = encryption.GroupCipher(key, b"group 7")
+    group = protocol.GroupCipher(key, b"group 7")
     message = group.encrypt(b"begin", 0, 7)
     assert b"begin" not in message
-    assert encryption.GroupCipher(key, b"group 7").decrypt(message, 0, 7) == b"begin"
+    assert protocol.GroupCipher(key, b"group 7").decrypt(message, 0, 7) == b"begin"
     for sender, number, forged in ((0, 8, message), (1, 7, message), (0, 7, message + b"!"), (0, 7, b"")):
         with pytest.raises(PermissionError, match="does not belong to this pool"):
             group.decrypt(forged, sender, number)
-    for other in (encryption.GroupCipher(key, b"group 8"), encryption.GroupCipher(bytes(32), b"group 7")):
+    for other in (protocol.GroupCipher(key, b"group 8"), protocol.GroupCipher(bytes(32), b"group 7")):
         with pytest.raises(PermissionError):
             other.decrypt(message, 0, 7)
 

@@ -16,9 +16,8 @@ from msgspec import structs
 from fedplat.errors import ModelError
 from fedplat.job import parse_job
 from fedplat.model import Parameters
-from fedplat_server.aggregation import pooled
-from fedplat_server.aggregation.backend import Aggregate, LocalAggregation
-from fedplat_server.aggregation.pooled import PoolAggregation, WithFallback
+from fedplat_server.aggregation import backend
+from fedplat_server.aggregation.backend import Aggregate, LocalAggregation, PoolAggregation, WithFallback
 from fedplat_server.errors import BlobFullError, PoolError
 from fedplat_server.workers.client import WorkerPool
 from fedplat_server.workers.task_inputs import AttemptInputs, CloseAttempt
@@ -228,7 +227,7 @@ async def test_the_daemon_s_versions_have_the_same_digests(
 
     monkeypatch.setattr(PoolAggregation, "begin", begin)
     monkeypatch.setattr(PoolAggregation, "commit", commit)
-    monkeypatch.setattr(pooled, "PATIENCE_S", 3600.0)  # long enough for the pool on any machine
+    monkeypatch.setattr(backend, "PATIENCE_S", 3600.0)  # long enough for the pool on any machine
     await ranks.ready()
     (site.folder / "pool.sock").symlink_to(ranks.folder / "pool.sock")
     clients = await site.fleet(2)

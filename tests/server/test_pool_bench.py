@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from fedplat.pytorch.distributed.bench.records import FACTORS, BenchReport, Link, Measurement, bandwidths
-from fedplat_server.cli.bench import picture, sizes, tables
+from fedplat_server.cli.bench import sizes, tables
 from fedplat_server.cli.commands import app
 from fedplat_server.errors import ConfigError
 from support.cli.runner import CliRunner
@@ -132,7 +132,7 @@ def test_the_picture_has_a_panel_for_each_collective() -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(layout="constrained")
-    picture.draw(figure, made_up())
+    tables.draw_plot(figure, made_up())
     assert [axis.get_title() for axis in figure.axes] == list(FACTORS)
     labels = [line.get_label() for line in figure.axes[0].get_lines()]
     assert labels == ["Gloo", "shared memory", "memory copy", "plain TCP"]  # nothing of what is wrong

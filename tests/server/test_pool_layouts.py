@@ -19,7 +19,7 @@ from fedplat.model import Parameters
 from fedplat.pytorch.distributed import Backend
 from fedplat.pytorch.server import TrainingRun, train
 from fedplat.wire.v1 import admin_pb2
-from fedplat_server.verify.checker import verify
+from fedplat_server.verify.inspection import verify
 from support import daemons
 from support.daemons import Site, until, update_of
 from support.jobs import job_file

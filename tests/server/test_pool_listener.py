@@ -18,9 +18,8 @@ import pytest
 
 from fedplat_server.errors import PoolMemoryError, PoolUnavailableError, PoolWorkError
 from fedplat_server.workers import protocol
-from fedplat_server.workers.broadcast import TaskEvent
+from fedplat_server.workers.broadcast import Rank0Listener, TaskEvent
 from fedplat_server.workers.client import RunningTask, WorkerPool
-from fedplat_server.workers.listener import Rank0Listener
 from fedplat_server.workers.tasks import Echo
 
 DAEMON = """
@@ -39,7 +38,7 @@ RANK = """
 import os, sys
 from pathlib import Path
 from fedplat_server.workers import protocol
-from fedplat_server.workers.listener import Rank0Listener
+from fedplat_server.workers.broadcast import Rank0Listener
 
 listener = Rank0Listener(protocol.socket_path(Path(sys.argv[1])), protocol.WorkerInfo(1, "cpu"))
 listener.events.get(timeout=150.0)

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from fedplat.pytorch.distributed import Ranks
-from fedplat_server.aggregation.pooled import PoolAggregation
+from fedplat_server.aggregation.backend import PoolAggregation
 from fedplat_server.workers import broadcast
 from fedplat_server.workers.broadcast import Broadcast, LostRankError, TaskEvent
 from fedplat_server.workers.protocol import TaskRefusal

@@ -15,7 +15,7 @@ from grpc import aio
 from fedplat.model import Parameters
 from fedplat.privacy import Charge, Mechanism, accounting
 from fedplat.wire.v1 import admin_pb2, model_pb2
-from fedplat_server.verify.checker import verify
+from fedplat_server.verify.inspection import verify
 from support import daemons
 from support.daemons import RawClient, Site
 from support.deadlines import DeadlineClock

@@ -18,7 +18,7 @@ from grpc import aio
 
 from fedplat_server.cli.commands import app
 from fedplat_server.errors import ConfigError
-from fedplat_server.verify.checker import verify
+from fedplat_server.verify.inspection import verify
 from support import daemons
 from support.cli.runner import CliRunner
 from support.daemons import Site

@@ -9,8 +9,7 @@ import pytest
 
 from fedplat.rounds import AttemptKey
 from fedplat_server.errors import UploadError
-from fedplat_server.storage.relay_store import RelayedFile, RelayStore
-from fedplat_server.storage.spool_file import name_attempt
+from fedplat_server.storage.spool_file import RelayedFile, RelayStore, name_attempt
 
 CONTENT = b"encrypted" * 100
 DIGEST = hashlib.sha256(CONTENT).hexdigest()

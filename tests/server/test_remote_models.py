@@ -14,7 +14,7 @@ from fedplat_server.config import LeaseTimes
 from fedplat_server.errors import ConfigError
 from fedplat_server.storage.blob_stores import BlobPlace
 from fedplat_server.storage.object_store import ObjectStore
-from fedplat_server.verify.checker import verify
+from fedplat_server.verify.inspection import verify
 from support import daemons
 from support.commands import here
 from support.daemons import Site, digest_of, initial_model, update_of

@@ -13,7 +13,7 @@ from grpc import aio
 from fedplat.aggregate import state_from_bytes
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server.coordination.retention import find_retained_versions
-from fedplat_server.verify.checker import verify
+from fedplat_server.verify.inspection import verify
 from support import daemons, trees
 from support.daemons import Site
 from support.jobs import job_file

@@ -10,7 +10,7 @@ import pytest
 
 from fedplat.cli import job_lists
 from fedplat.wire.v1 import admin_pb2
-from fedplat_server.verify.checker import verify
+from fedplat_server.verify.inspection import verify
 from support import daemons
 from support.daemons import initial_model, update_of
 from support.jobs import job_file

@@ -18,7 +18,7 @@ from fedplat_server.errors import BlobError, ConfigError
 from fedplat_server.storage import spool_backend
 from fedplat_server.storage.object_store import ObjectStore, RequestLimits
 from fedplat_server.storage.spool_backend import list_names
-from fedplat_server.verify.checker import verify
+from fedplat_server.verify.inspection import verify
 from support import daemons, databases
 from support.daemons import RawClient, Site, digest_of, initial_model, update_of
 from support.jobs import job_file

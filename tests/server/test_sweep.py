@@ -13,7 +13,7 @@ from fedplat.rounds import JobState, ModelVersion
 from fedplat.rounds.states import JobStatus
 from fedplat_server.aggregation import backend
 from fedplat_server.coordination.retention import find_retained_versions
-from fedplat_server.database.jobs import RetainedVersions
+from fedplat_server.database.records import RetainedVersions
 from fedplat_server.storage import blob_folder as blob_files
 from fedplat_server.storage.blobs import BlobStore
 from support.jobs import job_file

@@ -22,7 +22,7 @@ from typing_extensions import override
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_server.cli.serving import open_tracing
-from fedplat_server.database.jobs import AttemptFilter
+from fedplat_server.database.records import AttemptFilter
 from fedplat_server.errors import ConfigError
 from fedplat_server.tracing import attempts as attempt_traces
 from fedplat_server.tracing import ids

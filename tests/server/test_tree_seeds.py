@@ -17,7 +17,7 @@ import pytest
 from fedplat.aggregate import state_from_bytes
 from fedplat.model import Parameters
 from fedplat.privacy import Noise
-from fedplat_server.verify.checker import verify
+from fedplat_server.verify.inspection import verify
 from support import daemons
 from support.trees import CLIP, NOISE, ROUNDS, SIZE, seeds, train, update, words
 

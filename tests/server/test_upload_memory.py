@@ -18,7 +18,7 @@ from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.config import Limits
 from fedplat_server.errors import RefusedError
-from fedplat_server.messages.memory import MemoryBudget
+from fedplat_server.messages.streams import MemoryBudget
 from support import daemons
 from support.daemons import Site, digest_of
 from support.jobs import job_file

@@ -15,7 +15,7 @@ from fedplat import step_profile
 from fedplat.aggregate.drift import with_control
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
-from fedplat_server.verify.checker import verify
+from fedplat_server.verify.inspection import verify
 from support import daemons
 from support.daemons import Site, initial_model, until, update_of
 from support.jobs import job_file

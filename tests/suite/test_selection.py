@@ -118,7 +118,7 @@ def graph() -> Graph:
         ("server/fedplat_server/database/sql_retention.py", "tests/server/store/test_contract_retention.py"),
         ("server/fedplat_server/rpc/report_intake.py", "tests/server/test_report.py"),
         ("server/fedplat_server/crash_points.py", "tests/server/crash/test_matrix.py"),
-        ("client/fedplat_client/_work/assignment.py", "tests/client/test_client.py"),
+        ("client/fedplat_client/_work/work.py", "tests/client/test_client.py"),
         ("fedplat/rounds/dispatch.py", "tests/core/rounds/test_machine.py"),
         ("fedplat/dashboard/static/dashboard.css", "tests/core/dashboard/test_pages.py"),
         ("tests/support/daemons.py", "tests/server/test_round.py"),

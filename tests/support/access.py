@@ -16,7 +16,7 @@ from fedplat.wire.v1 import admin_pb2, events_pb2
 from fedplat_server.config import TlsFiles
 from fedplat_server.database.store import Store, open_store
 from fedplat_server.errors import OperatorError
-from fedplat_server.records.operators import OperatorRecord, Role, hash_token
+from fedplat_server.records.audit import OperatorRecord, Role, hash_token
 
 Stub = TypeVar("Stub")
 ADMIN_TOKEN = "fedplat_op_" + "x" * 43

@@ -18,7 +18,7 @@ from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Client, ClientOptions
 from fedplat_server.verify import inspection
-from fedplat_server.verify.checker import verify
+from fedplat_server.verify.inspection import verify
 from support import processes
 from support.cli.runner import CliRunner
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from fedplat_client import Client
-from fedplat_client._auth.calls import Connection
+from fedplat_client._auth.authenticator import Connection
 from fedplat_client._state.two_phase import ClientStateStore
 from fedplat_client.trainers.torch import TorchTrainer
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from sqlalchemy import select
 
 from fedplat.privacy import Mechanism
-from fedplat_server.database.ledger import decode_mechanism
+from fedplat_server.database.records import decode_mechanism
 from fedplat_server.database.store import Store
 from fedplat_server.database.tables import ledger
 

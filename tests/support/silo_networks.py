@@ -20,8 +20,7 @@ from fedplat.secure_aggregation.relay import RelayExchange, RelayMember
 from fedplat.wire import auth
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import ClientOptions
-from fedplat_client._auth.authenticator import CallCredentials
-from fedplat_client._auth.calls import Connection
+from fedplat_client._auth.authenticator import CallCredentials, Connection
 from fedplat_client._auth.mtls import PeerCredentials
 from fedplat_client._protocols.gossip.network import (
     ByteCounter,

@@ -11,12 +11,12 @@ from typing import Any
 
 from fedplat.wire import auth
 from fedplat_client import Task, TrainResult, transport
-from fedplat_client._auth import calls
+from fedplat_client._auth import authenticator
 
 SECRET_KEYS = (auth.METADATA_SIGNATURE, auth.METADATA_NONCE, auth.METADATA_SESSION)
 _file = Path(os.environ["SPY_FILE"])
 _start = transport.Method[Any].start
-_check_in = calls.Connection.check_in
+_check_in = authenticator.Connection.check_in
 
 
 def _note(secret: str | bytes) -> None:
@@ -40,7 +40,7 @@ def _noting_check_in(self: Any, request: Any, signal: Any) -> Any:
 
 
 transport.Method.start = _noting_start
-calls.Connection.check_in = _noting_check_in
+authenticator.Connection.check_in = _noting_check_in
 
 
 def train(task: Task) -> TrainResult:

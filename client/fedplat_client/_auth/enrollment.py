@@ -1,21 +1,25 @@
-"""A client's session with its server: enrollment and check-in."""
+"""A client's session with its server: its ticket, enrollment and check-in."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
 from fedplat import wire
 from fedplat.codecs import CODECS
 from fedplat.config.loaded_plugins import NO_PLUGINS, LoadedPlugins
+from fedplat.errors import TicketError
 from fedplat.secure_aggregation.setup import FEATURE
 from fedplat.wire import auth, proxies
+from fedplat.wire.auth import MAX_TICKET, Ticket
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client import cancellation, errors, transport
-from fedplat_client._auth import authenticator, calls
+from fedplat_client._auth import authenticator
 from fedplat_client._state.data_dir import DataDirectory, Identity
 from fedplat_client._version import __version__
 
@@ -41,7 +45,7 @@ class Endpoints:
     """The ways to call the server: `access` proves the client's identity, `connection` makes authenticated calls."""
 
     access: authenticator.SignedAccess
-    connection: calls.Connection
+    connection: authenticator.Connection
 
 
 class ClientSession:
@@ -82,7 +86,7 @@ class ClientSession:
             public_key=self._endpoints.access.public_key,
         )
         try:
-            with calls.version_check():
+            with authenticator.version_check():
                 response = self._endpoints.access.prove(_ENROLL, request.SerializeToString(), self._stop)
         except errors.RevokedError:
             raise
@@ -137,3 +141,28 @@ class ClientSession:
         self._identity = msgspec.structs.replace(self._identity, client_id=client_id)
         self._directory.save(self._identity)
         self._endpoints.access.client_id = client_id
+
+
+TICKET_VARIABLE = "FEDPLAT_TICKET"
+TICKET_FILE_VARIABLE = "FEDPLAT_TICKET_FILE"
+
+
+def find_ticket(text: str | None = None, file: Path | None = None) -> Ticket | None:
+    """Return the ticket from the arguments, else from the environment, else None. Raises `TicketError`."""
+    if text is not None and file is not None:
+        raise TicketError("both a ticket and a ticket file were given; expected one of them")
+    if text is None and file is None:
+        text = os.environ.get(TICKET_VARIABLE) or None
+        name = os.environ.get(TICKET_FILE_VARIABLE)
+        file = Path(name) if name and text is None else None
+    if file is not None:
+        text = _read(file)
+    return Ticket.from_text(text) if text is not None else None
+
+
+def _read(file: Path) -> str:
+    try:
+        with file.open(encoding="ascii", errors="replace") as opened:
+            return opened.read(MAX_TICKET + 100)
+    except OSError as exc:
+        raise TicketError(f"the ticket file {file} cannot be read: {exc.strerror}") from exc

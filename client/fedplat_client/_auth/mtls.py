@@ -18,8 +18,7 @@ import grpc
 from fedplat.wire import auth
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client import cancellation, errors, transport
-from fedplat_client._auth.authenticator import CallCredentials, SignedAccess
-from fedplat_client._auth.calls import Connection
+from fedplat_client._auth.authenticator import CallCredentials, Connection, SignedAccess
 from fedplat_client._state import data_dir
 from fedplat_client._state.data_dir import DataDirectory, Identity
 

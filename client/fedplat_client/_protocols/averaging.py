@@ -5,15 +5,15 @@ from __future__ import annotations
 from fedplat.client_state import ClientState
 from fedplat.codecs.container import Format
 from fedplat.wire.v1 import fleet_pb2, model_pb2
-from fedplat_client._work import encoding, failures, training, transfer
+from fedplat_client._work import heartbeat, training, transfer
 from fedplat_client._work.work import AssignedWork, Trained
 from fedplat_client.task import EvaluateResult, TrainResult
 
 
-def train(work: AssignedWork) -> failures.CheckInResult:
+def train(work: AssignedWork) -> heartbeat.CheckInResult:
     """Train, send the update, and report it."""
     if work.options.require_secure_aggregation or work.options.requires_noise:
-        raise failures.AssignmentFailedError(
+        raise heartbeat.AssignmentFailedError(
             model_pb2.REASON_UNSAFE_AGGREGATION,
             "the owner of this client allows training only with secure aggregation; the job has none",
         )
@@ -24,7 +24,7 @@ def train(work: AssignedWork) -> failures.CheckInResult:
     return work.report(request, content)
 
 
-def evaluate(work: AssignedWork) -> failures.CheckInResult:
+def evaluate(work: AssignedWork) -> heartbeat.CheckInResult:
     """Evaluate the model, and report the metrics."""
     with work.heartbeat():
         trained = work.run(work.parts.trainers.find_evaluator(work.assignment.trainer), "evaluate")
@@ -50,11 +50,11 @@ def _compute(work: AssignedWork) -> tuple[fleet_pb2.ReportRequest, transfer.Cont
 def _encode(work: AssignedWork, trained: Trained[TrainResult]) -> transfer.Content:
     """Return the bytes to send: the update, encoded if the job has a codec."""
     control, result, base = work.control, trained.result, trained.base
-    codec = encoding.read_codec(work.assignment, work.parts.trainers.plugins)
+    codec = training.read_codec(work.assignment, work.parts.trainers.plugins)
     if codec is None:
         return transfer.Content(training.fit_model(control, lambda: result.to_pieces(base)))
     update = training.fit_model(control, lambda: result.to_update(base))
     seed = work.options.rng.getrandbits(128)
     with training.guard(control, "the trainer's result cannot be encoded"):
         form, residuals = Format(codec, base.schema), work.parts.residuals
-        return encoding.encode(work.assignment, update, form, seed, residuals, trained.merged)
+        return training.encode(work.assignment, update, form, seed, residuals, trained.merged)

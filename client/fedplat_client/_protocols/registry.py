@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client._protocols import averaging
-from fedplat_client._work.failures import CheckInResult
+from fedplat_client._work.heartbeat import CheckInResult
 from fedplat_client._work.work import AssignedWork, ClientHalf
 
 if TYPE_CHECKING:

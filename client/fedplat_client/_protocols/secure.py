@@ -21,8 +21,8 @@ from fedplat.secure_aggregation import encoding
 from fedplat.secure_aggregation.participant import Participant
 from fedplat.secure_aggregation.setup import Setup, digest_task
 from fedplat.wire.v1 import fleet_pb2, model_pb2
-from fedplat_client._state.served_attempts import ServedAttempts
-from fedplat_client._work import failures, steps, training, transfer
+from fedplat_client._state.two_phase import ServedAttempts
+from fedplat_client._work import heartbeat, training, transfer
 from fedplat_client._work.work import AssignedWork
 from fedplat_client.options import ClientOptions
 from fedplat_client.task import Scalar, TrainResult
@@ -38,7 +38,9 @@ class SecureExchange:
     Methods raise `AssignmentFailedError` if a message of the server must not be accepted, and `Cancelled`.
     """
 
-    def __init__(self, setup: Setup, participant: Participant, served: ServedAttempts, calls: steps.StepCalls) -> None:
+    def __init__(
+        self, setup: Setup, participant: Participant, served: ServedAttempts, calls: heartbeat.StepCalls
+    ) -> None:
         self._setup = setup
         self._participant = participant
         self._served = served
@@ -49,7 +51,7 @@ class SecureExchange:
         """Check that the setup is for a model of this size, before the training."""
         size, expected = self._setup.encoding.size, model.schema.num_floating
         if size != expected:
-            raise failures.AssignmentFailedError(
+            raise heartbeat.AssignmentFailedError(
                 model_pb2.REASON_UNSAFE_AGGREGATION,
                 f"the secure aggregation is for {size} entries; the model has {expected} floating-point entries",
             )
@@ -61,7 +63,7 @@ class SecureExchange:
                 self._setup.encoding, update.to_vector(), result.num_examples, result.metrics, os.urandom
             )
         except SecureAggregationError as exc:
-            raise failures.AssignmentFailedError(
+            raise heartbeat.AssignmentFailedError(
                 model_pb2.REASON_TRAINER_ERROR, f"the trainer's result cannot be encoded: {exc}"
             ) from exc
 
@@ -112,7 +114,7 @@ def _is_input(response: fleet_pb2.StepResponse) -> bool:
     return not response.HasField("waiting")
 
 
-def train(work: AssignedWork) -> failures.CheckInResult:
+def train(work: AssignedWork) -> heartbeat.CheckInResult:
     """Train, send the masked update, report it, and help to remove the masks from the sum."""
     exchange = _open_exchange(work)
     request = fleet_pb2.ReportRequest(token=work.assignment.token, num_examples=1)  # the number of examples is masked
@@ -152,7 +154,7 @@ def _open_exchange(work: AssignedWork) -> SecureExchange:
         _check_limits(setup, options)
         participant = Participant(setup, key.public, key.sign, options.secure_limits(key.public))
     _require_first(setup, parts.served.is_new)
-    calls = steps.StepCalls(parts.connection, assignment.token, work.control)
+    calls = heartbeat.StepCalls(parts.connection, assignment.token, work.control)
     return SecureExchange(setup, participant, parts.served, calls)
 
 
@@ -165,10 +167,10 @@ def _require_first(setup: Setup, is_first: Callable[[str, int, int], bool]) -> N
         if is_first(setup.job_id, setup.round, setup.attempt):
             return
     except OSError as exc:
-        raise failures.AssignmentFailedError(
+        raise heartbeat.AssignmentFailedError(
             model_pb2.REASON_UNSAFE_AGGREGATION, f"the client cannot record the attempts that it takes part in: {exc}"
         ) from exc
-    raise failures.AssignmentFailedError(
+    raise heartbeat.AssignmentFailedError(
         model_pb2.REASON_KEYS_LOST,
         f"the client has sent its keys for attempt {setup.attempt} of round {setup.round} before, and takes part in an "
         "attempt once",
@@ -236,4 +238,4 @@ def _unsafe_messages() -> Generator[None]:
     try:
         yield
     except SecureAggregationError as exc:
-        raise failures.AssignmentFailedError(model_pb2.REASON_UNSAFE_AGGREGATION, str(exc)) from exc
+        raise heartbeat.AssignmentFailedError(model_pb2.REASON_UNSAFE_AGGREGATION, str(exc)) from exc

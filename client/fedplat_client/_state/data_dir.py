@@ -10,7 +10,7 @@
                                  memories/       the client states (fedplat_client._state.two_phase)
                                  silos/          the models of decentralised jobs (fedplat_client._state.silo_store)
            exports/              the models with which decentralised jobs have ended, for the client's owner
-                                 served          attempts of secure aggregations (fedplat_client._state.served_attempts)
+                                 served          attempts of secure aggregations (fedplat_client._state.two_phase)
            privacy.json          the privacy ledger, for all servers (fedplat_client._state.privacy_ledger)
 ```
 Files are readable by their owner only.

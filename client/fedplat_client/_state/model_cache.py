@@ -66,7 +66,7 @@ class ModelCache:
 
     One model is in use at a time: the last one requested, and also its base while it is built from a delta. These are
     never evicted; of the others, the least recently used is evicted first. A model larger than the limit is not kept
-    (`fedplat_client._work.model_download`). Methods raise `OSError` if the disk fails.
+    (`fedplat_client._work.transfer`). Methods raise `OSError` if the disk fails.
 
     The limit is an upper bound: on a disk with less space, files are evicted so that a new model fits, and `give_way`
     is for what else the client has to write. Without `evicts` only `make_room` deletes files.

@@ -1,4 +1,4 @@
-"""Files that become valid only when their update is merged: the client state of each job, and residuals.
+"""Files that become valid only when their update is merged, and the attempts for which a client has sent keys.
 
 Each job has up to two files. The *settled* file belongs to merged updates. The *pending* file is on the disk before its
 update is reported. It replaces the settled file if the update was merged. It is deleted if not: the training is then
@@ -10,6 +10,8 @@ A crash at any point loses nothing: both files exist until the server has answer
 
 A lost control variate, or one kept although its update was not merged, would silently make the job's result wrong. So
 an assignment fails if its client state cannot be stored.
+
+A server that gave out an attempt again would get a second sum of the same clients' updates, under other masks.
 """
 
 from __future__ import annotations
@@ -202,3 +204,43 @@ class Residuals:
         """Store the residual of an update before it is reported; return False if it exceeds the limit."""
         data = residual.astype("<f4", copy=False).data.cast("B")
         return self._files.stage(job_id, f"{format} {residual.size}", sent, data)
+
+
+MAX_ATTEMPTS = 10_000
+"""Number of attempts that are remembered, the latest ones."""
+_DIGEST_BYTES = 16
+
+
+class ServedAttempts:
+    """A file with a digest of each attempt, in the order in which the client took part. Methods raise `OSError`.
+
+    The server's name is that of the folder. Attempts are not compared by their numbers, since those of a server that
+    was restored from a backup begin again at an earlier one.
+    """
+
+    def __init__(self, path: Path, limit: int = MAX_ATTEMPTS) -> None:
+        self._path = path
+        self._limit = limit
+
+    def is_new(self, job_id: str, round: int, number: int) -> bool:
+        """Return whether an attempt was not added yet."""
+        return _digest(job_id, round, number) not in self._read()
+
+    def add(self, job_id: str, round: int, number: int) -> bool:
+        """Store an attempt durably; return False if it was there before."""
+        digests, added = self._read(), _digest(job_id, round, number)
+        if added in digests:
+            return False
+        durable.write_bytes(self._path, b"".join([*digests, added][-self._limit :]))
+        return True
+
+    def _read(self) -> list[bytes]:
+        try:
+            content = self._path.read_bytes()
+        except FileNotFoundError:
+            return []
+        return [content[begin : begin + _DIGEST_BYTES] for begin in range(0, len(content), _DIGEST_BYTES)]
+
+
+def _digest(job_id: str, round: int, number: int) -> bytes:
+    return hashlib.sha256(f"{round} {number} {job_id}".encode()).digest()[:_DIGEST_BYTES]

@@ -1,15 +1,16 @@
-"""The heartbeat: a thread that sends the progress of a task, and receives its deadline and stop orders."""
+"""What is said to the server within an assignment: heartbeats, steps, and how it ends."""
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 
 from fedplat.wire.v1 import fleet_pb2, model_pb2
-from fedplat_client import errors, task
-from fedplat_client._auth.calls import Connection
-from fedplat_client._work.failures import report_failure
+from fedplat_client import backoff, cancellation, errors, task
+from fedplat_client._auth.authenticator import Connection
 from fedplat_client.backoff import Backoff
 from fedplat_client.cancellation import Stop, StopSignal, read_stop
 
@@ -123,3 +124,92 @@ class Heartbeat:
         elif response.HasField("proceed"):
             proceed = response.proceed
             self._control.adjust(proceed.remaining_s, uploading=proceed.uploading)
+
+
+_FAIL_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class CheckInResult:
+    """The outcome of a check-in or an assignment: whether to back off, and the server's retry window if it sent one."""
+
+    failed: bool
+    retry: model_pb2.RetryWindow | None = None
+
+
+class AssignmentFailedError(errors.ClientError):
+    """The client gives up the assignment; `reason` is reported to the server."""
+
+    def __init__(self, reason: model_pb2.Reason.ValueType, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+def report_failure(connection: Connection, token: str, stop: cancellation.Stop) -> bool:
+    """Tell the server that the client gives up an assignment, so that it need not wait for the deadline.
+
+    Return False if the server does not answer.
+    """
+    request = fleet_pb2.FailRequest(token=token, reason=stop.reason, text=stop.text)
+    try:
+        connection.fail(request, _FAIL_TIMEOUT_S)
+    except errors.ServerUnavailableError as exc:
+        _logger.debug("The failure could not be reported: %s", exc)
+        return False
+    except errors.CallError as exc:  # also of a revoked client, whose next check-in gets the same error
+        _logger.warning("The server refused the report of a failure: %s", exc)
+    return True
+
+
+# A server that answers long polls at once would make a busy loop.
+_MIN_POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class StepCalls:
+    """Takes the steps of one assignment."""
+
+    connection: Connection
+    token: str
+    control: task.Control
+
+    def take(
+        self,
+        request: fleet_pb2.StepRequest,
+        is_new: Callable[[fleet_pb2.StepResponse], bool] = lambda response: True,
+        signal: cancellation.StopSignal | None = None,
+    ) -> fleet_pb2.StepResponse:
+        """Take a step until the server answers it; the same request again changes nothing.
+
+        A response that is not new comes after a pause, so that it can be asked for again. Raises `Cancelled` if the
+        assignment has ended or `signal` is set, and `AssignmentFailedError` if the server refuses the call.
+        """
+        control, signal = self.control, signal or self.control.signal
+        request.token = self.token
+        began = control.options.clock()
+        try:
+            response = backoff.retry(
+                lambda: self.connection.step(request, signal),
+                control.options,
+                signal,
+                recover=lambda exc: self._require_time(signal),
+            )
+        except errors.ServerUnavailableError:
+            signal.check()  # without a limit of attempts, only the signal ends the retries
+            raise
+        except errors.CallRefusedError as exc:
+            raise AssignmentFailedError(
+                model_pb2.REASON_TRANSFER_FAILED, f"the server refuses a step of the assignment: {exc}"
+            ) from exc
+        if response.HasField("refusal"):
+            control.signal.set(cancellation.read_stop(response.refusal))
+            control.signal.check()
+        if not is_new(response) and (early_s := began + _MIN_POLL_S - control.options.clock()) > 0:
+            control.options.wait(signal, early_s)
+            signal.check()
+        return response
+
+    def _require_time(self, signal: cancellation.StopSignal) -> None:
+        if self.control.remaining_s <= 0 and not self.control.may_be_late:
+            self.control.expire()
+        signal.check()

@@ -1,4 +1,7 @@
-"""The tools for one assignment, which the halves of all kinds of jobs use (`fedplat_client._protocols`)."""
+"""The loop for one assignment, and the tools that the halves of all kinds of jobs use.
+
+The half of its kind of job (`fedplat_client._protocols`) gets the model, runs the trainer and reports.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,15 @@ from fedplat import texts
 from fedplat.client_state import ClientState
 from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2, model_pb2
-from fedplat_client import cancellation, spans, task
-from fedplat_client._auth.calls import Connection
-from fedplat_client._state import data_dir, served_attempts
+from fedplat_client import cancellation, errors, spans, task
+from fedplat_client._auth.authenticator import Connection
+from fedplat_client._state import data_dir, two_phase
 from fedplat_client._state.two_phase import ClientStateStore, Residuals, SentReport, WasMerged
-from fedplat_client._work import encoding, model_download, transfer
-from fedplat_client._work.failures import AssignmentFailedError, CheckInResult
-from fedplat_client._work.heartbeat import Heartbeat
+from fedplat_client._work import heartbeat, training, transfer
+from fedplat_client._work.heartbeat import AssignmentFailedError, CheckInResult, Heartbeat
 from fedplat_client._work.training import LocalTrainers, stage_client_state
 from fedplat_client._work.transfer import Content
-from fedplat_client.backoff import retry
+from fedplat_client.backoff import Backoff, retry
 from fedplat_client.errors import CallRefusedError, ServerUnavailableError, TransferError
 from fedplat_client.options import ClientOptions
 
@@ -37,10 +39,10 @@ class ClientParts:
     """The parts of a client that assignments use; `stop` is the client's own signal."""
 
     connection: Connection
-    downloader: model_download.Downloader
+    downloader: transfer.Downloader
     residuals: Residuals
     client_states: ClientStateStore
-    served: served_attempts.ServedAttempts
+    served: two_phase.ServedAttempts
     trainers: LocalTrainers
     options: ClientOptions
     stop: cancellation.StopSignal
@@ -93,7 +95,7 @@ class AssignedWork:
     ) -> Trained[_Result]:
         """Get the model and run a trainer or an evaluator, in a span with this name."""
         parts, assignment, control = self.parts, self.assignment, self.control
-        encoding.read_codec(assignment, parts.trainers.plugins)  # fail before the training if the codec is unknown
+        training.read_codec(assignment, parts.trainers.plugins)  # fail before the training if the codec is unknown
         with self.span("download"):
             base, working = parts.downloader.load(assignment, control)
         check_model(base)
@@ -198,3 +200,73 @@ def make_merge_check(connection: Connection, options: ClientOptions, control: ta
         return answer.HasField("receipt")
 
     return was_merged
+
+
+_TEXT_LIMIT = 500
+_FAIL_ATTEMPTS = 3
+_DEADLINES = frozenset({model_pb2.REASON_TRAIN_TIMEOUT, model_pb2.REASON_UPLOAD_TIMEOUT})
+
+
+@dataclass(frozen=True)
+class AssignmentWorker:
+    """Runs one assignment after the other, each by its half."""
+
+    parts: ClientParts
+    find_half: Callable[[fleet_pb2.Assignment], ClientHalf]
+
+    def run(self, assignment: fleet_pb2.Assignment) -> heartbeat.CheckInResult:
+        """Run an assignment until it ends, in success or failure. Raises `IdentityError` only."""
+        parts, half = self.parts, self.find_half(assignment)
+        control = task.Control(
+            assignment.training_timeout_s, assignment.upload_timeout_s, parts.options, may_be_late=half.may_be_late
+        )
+        fields = _fields(assignment)
+        span = functools.partial(spans.start, assignment.traceparent)
+        work = AssignedWork(parts=parts, assignment=assignment, control=control, span=span, fields=fields)
+        kind = "evaluation" if assignment.task == fleet_pb2.TASK_EVALUATE else "training"
+        text = f"{kind} with {assignment.trainer} in round {assignment.round} of the job {assignment.job_name}"
+        name = texts.printable(text)  # the server chooses the names
+        _logger.info("The task started: %s.", name, extra=fields)
+        try:
+            with training.guard(control, "the client could not finish the task"):
+                return half.run(work)
+        except errors.Cancelled:
+            stop = control.signal.stop
+        except heartbeat.AssignmentFailedError as exc:
+            stop = control.signal.stop or cancellation.Stop(exc.reason, str(exc)[:_TEXT_LIMIT])
+        except KeyboardInterrupt:
+            parts.stop.set(cancellation.client_stopped())
+            self._fail(assignment.token, cancellation.client_stopped(), control)
+            raise
+        assert stop is not None  # only a signal that is set raises Cancelled
+        fields["reason"] = cancellation.reason_name(stop.reason)
+        if stop.by_server:
+            _logger.info("The server stopped the task (%s): %s", name, stop.text, extra=fields)
+            return heartbeat.CheckInResult(failed=stop.reason == model_pb2.REASON_REJECTED_MESSAGE, retry=stop.retry)
+        _logger.warning("The task failed (%s): %s", name, stop.text, extra=fields)
+        if stop.reason not in _DEADLINES:  # the server's deadline has passed already
+            self._fail(assignment.token, stop, control)
+        return heartbeat.CheckInResult(failed=True)
+
+    def _fail(self, token: str, stop: cancellation.Stop, control: task.Control) -> None:
+        """Report a failure, unless the server knows it; best effort."""
+        parts = self.parts
+        backoff = Backoff(parts.options)
+        for _ in range(_FAIL_ATTEMPTS):
+            if control.is_given_back or heartbeat.report_failure(parts.connection, token, stop):
+                return
+            if parts.options.wait(parts.stop, backoff.next_s()):
+                return
+
+
+def _fields(assignment: fleet_pb2.Assignment) -> dict[str, object]:
+    fields: dict[str, object] = {
+        "job": assignment.job_id,
+        "round": assignment.round,
+        "attempt": assignment.attempt,
+        "job_name": assignment.job_name,
+        "task": "evaluate" if assignment.task == fleet_pb2.TASK_EVALUATE else "train",
+        "trainer": assignment.trainer,
+    }
+    trace_id = spans.read_trace_id(assignment.traceparent)
+    return fields | {"trace_id": trace_id} if trace_id else fields

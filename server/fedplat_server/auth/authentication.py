@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from fedplat.wire import auth
 from fedplat_server.auth import client_directory, rate_limits
-from fedplat_server.database.clients import ClientRecord
+from fedplat_server.database.records import ClientRecord
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.records.audit import SERVER, AuditAction, AuditEntry
 

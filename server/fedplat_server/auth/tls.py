@@ -23,7 +23,7 @@ from fedplat.wire import auth
 from fedplat_server import config, logs
 from fedplat_server.auth import pki_folder
 from fedplat_server.auth.pki_folder import PkiFolder
-from fedplat_server.database.clients import ClientRecord
+from fedplat_server.database.records import ClientRecord
 from fedplat_server.errors import Code, ConfigError, RefusedError
 
 WARN_DAYS = 14

@@ -18,7 +18,7 @@ from fedplat.config import loaded_plugins, user_code
 from fedplat.flower.app import check_version, describe_app, read_app
 from fedplat_server import __version__, dashboard_process
 from fedplat_server.auth import addresses, pki_folder
-from fedplat_server.cli import certificates, dev, init, prune, serving
+from fedplat_server.cli import init, prune, serving
 from fedplat_server.cli import metrics as metrics_commands
 from fedplat_server.cli import workers as pool_commands
 from fedplat_server.cli.options import (
@@ -86,11 +86,11 @@ app = typer.Typer(
 database_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(database_app, name="db", help="Manage the database.")
 app.add_typer(init.app, name="operator", help="Manage operators.")
-app.add_typer(certificates.app, name="certificates", help="Manage the server's TLS certificates.")
+app.add_typer(init.certificates_app, name="certificates", help="Manage the server's TLS certificates.")
 app.add_typer(metrics_commands.app, name="metrics", help="Print the Grafana dashboard and the alert rules.")
 app.add_typer(pool_commands.app, name="pool", help="Run and inspect the worker pool.")
 app.command("init")(init.init)
-app.command("dev")(dev.dev)
+app.command("dev")(serving.dev)
 app.command("prune")(prune.prune_)
 
 

@@ -1,4 +1,4 @@
-"""`fedplat-server init` and `fedplat-server operator`: create what a first start needs, and manage operators."""
+"""`fedplat-server init`, `operator` and `certificates`: what a first start needs, operators, and renewals."""
 
 from __future__ import annotations
 
@@ -28,9 +28,17 @@ from fedplat_server.cli.options import (
 )
 from fedplat_server.coordination import owner
 from fedplat_server.database import schema
-from fedplat_server.records import operators
-from fedplat_server.records.audit import HOST, AuditAction, AuditEntry
-from fedplat_server.records.operators import OperatorRecord, Role, hash_token, looks_like_token, new_operator_token
+from fedplat_server.records import audit
+from fedplat_server.records.audit import (
+    HOST,
+    AuditAction,
+    AuditEntry,
+    OperatorRecord,
+    Role,
+    hash_token,
+    looks_like_token,
+    new_operator_token,
+)
 
 ADMIN = "admin"
 
@@ -177,11 +185,11 @@ def add_operator(  # noqa: PLR0913 -- one parameter for each option of the comma
     """
     if out is not None and out.exists():
         raise errors.ConfigError(f"{out} exists already and is not replaced; choose another --out")
-    expires_in_s = operators.parse_duration_s(expires) if expires is not None else None
+    expires_in_s = audit.parse_duration_s(expires) if expires is not None else None
     record = new_operator(name, role, expires_in_s)
     ca = data_dir / "pki" / "ca.pem"
     trusted = profile.load_ca(ca) if ca.exists() and not insecure else ""
-    token, _ = operators.new_operator_token()
+    token, _ = audit.new_operator_token()
     url = database_url(data_dir, database)
     operator_profile = profile.Profile(server=server, token=token, ca=trusted, insecure=insecure)
     if out is None:
@@ -217,15 +225,84 @@ def new_operator(name: str, role: str, expires_in_s: float | None = None) -> Ope
     """Return the record of an operator created now. Raises `ConfigError` for an invalid name or role."""
     now = time.time()
     expires_unix_s = None if expires_in_s is None else now + expires_in_s
-    return OperatorRecord(operators.checked_name(name), operators.parse_role(role), now, expires_unix_s)
+    return OperatorRecord(audit.checked_name(name), audit.parse_role(role), now, expires_unix_s)
 
 
 def add_operator_to(url: str, record: OperatorRecord, token: str) -> None:
     """Add an operator to a database. Raises `OperatorError` if the name is taken."""
-    token_hash = operators.hash_token(token)
+    token_hash = audit.hash_token(token)
     entry = AuditEntry(HOST, AuditAction.OPERATOR_ADDED, record.name, {"role": record.role})
     with_store(url, lambda store: store.operators.add_operator(record, token_hash, [entry]))
 
 
 def _day(unix_s: float) -> str:
     return datetime.datetime.fromtimestamp(unix_s, datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+certificates_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+
+@certificates_app.command("show")
+def show_certificates(data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
+    """Show the subjects, hosts and expiry dates of certificates."""
+    folder = PkiFolder.of(data_dir)
+    certificates = [
+        ("server", folder.files.certificate, certificate) for certificate in pki_folder.read(folder.files.certificate)
+    ]
+    certificates += [("trusted", folder.ca, certificate) for certificate in pki_folder.read(folder.ca)]
+    for kind, path, certificate in certificates:
+        days = (certificate.not_valid_after_utc - tls.utc_now()).days
+        hosts = pki_folder.hosts_of(certificate)
+        print(
+            f"{kind}: {certificate.subject.rfc4514_string()}"
+            + (f", for {', '.join(hosts)}" if hosts else "")
+            + f", expires {certificate.not_valid_after_utc:%Y-%m-%d} (in {days} days)  {path}"
+        )
+
+
+@certificates_app.command("renew")
+def renew_certificates(
+    host: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HOST", help="Host name or address; repeatable. Default: those of the old certificate."),
+    ] = None,
+    data_dir: DataDir = DEFAULT_DATA_DIR,
+    database: Database = None,
+) -> None:
+    """Create a new key and certificate for the server.
+
+    A running server loads them without a restart.
+    """
+    folder = PkiFolder.of(data_dir)
+    folder.renew(pki_folder.all_hosts(host) if host else folder.hosts(), tls.utc_now())
+    _note(database_url(data_dir, database), "renew", folder)
+    print(f"renewed {folder.files.certificate}; a running server uses it for new connections")
+
+
+@certificates_app.command("rotate-ca")
+def rotate_ca(
+    finish: Annotated[bool, typer.Option("--finish", help="Stop trusting the old authority.")] = False,
+    data_dir: DataDir = DEFAULT_DATA_DIR,
+    database: Database = None,
+) -> None:
+    """Replace the certificate authority, in two steps.
+
+    Without --finish: create a new authority and trust both. With --finish: stop trusting the old one.
+    """
+    folder = PkiFolder.of(data_dir)
+    if finish:
+        folder.finish_rotation(tls.utc_now())
+        _note(database_url(data_dir, database), "rotate-ca --finish", folder)
+        print(f"removed the old authority; only clients and operators with the new {folder.ca} can connect")
+        return
+    folder.rotate(tls.utc_now())
+    _note(database_url(data_dir, database), "rotate-ca", folder)
+    print(
+        f"made a new authority; the old one is still trusted. Give the new {folder.ca} to operators and clients, "
+        f"then run: fedplat-server certificates rotate-ca --finish{repeat_options()}"
+    )
+
+
+def _note(url: str, command: str, folder: PkiFolder) -> None:
+    entry = AuditEntry(HOST, AuditAction.CERTIFICATES_CHANGED, command, {"hosts": ", ".join(folder.hosts())})
+    with_store(url, lambda store: store.audit.append([entry]))

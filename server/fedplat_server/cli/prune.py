@@ -20,11 +20,11 @@ from fedplat_server.coordination import owner, retention
 from fedplat_server.database.engine import async_url
 from fedplat_server.database.store import open_store
 from fedplat_server.errors import ConfigError
-from fedplat_server.records import operators
+from fedplat_server.records import audit
 from fedplat_server.storage import data_dir as folder
 from fedplat_server.storage.blob_stores import BlobPlace
 from fedplat_server.storage.files import SET_ASIDE_FOLDER
-from fedplat_server.verify import checker, checks
+from fedplat_server.verify import checks, inspection
 
 DAY_S = 86400.0
 
@@ -97,7 +97,7 @@ def _limits(older_than: str | None, keep_versions: int | None, clients_unseen_fo
 
 def _seconds(text: str | None, option: str) -> float | None:
     try:
-        return None if text is None else operators.parse_duration_s(text)
+        return None if text is None else audit.parse_duration_s(text)
     except ConfigError as exc:
         raise ConfigError(f"{option}: {exc}") from exc
 
@@ -179,7 +179,7 @@ def verify_and_print(database: str, place: BlobPlace, spool: str, *, live: bool,
     `spool` is the daemons' `--spool`.
     """
     with _bar("reading blobs", DownloadColumn()) as progress:
-        verifying = checker.verify(database, place.data_dir, progress, live=live, blobs=place, uploads=spool)
+        verifying = inspection.verify(database, place.data_dir, progress, live=live, blobs=place, uploads=spool)
         report = asyncio.run(verifying)
     print(_as_json(report) if as_json else "\n".join(_report_lines(report)))
     return not report.findings

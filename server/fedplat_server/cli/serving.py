@@ -1,21 +1,43 @@
-"""Running the daemon in this process, for the commands `run` and `dev`."""
+"""Running the daemon in this process, and `fedplat-server dev`: a server for this machine in one command."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import os
 import resource
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
+import msgspec
+import typer
+
+from fedplat import durable, errors, extras
+from fedplat.admin import profile
 from fedplat.extras import install_command
 from fedplat.wire import process_tuning
-from fedplat_server import logs
+from fedplat.wire.auth import Ticket, is_address
+from fedplat_server import config, dashboard_process, logs
+from fedplat_server.auth.client_directory import ClientDirectory, Enrollments, Trust, hash_secret
+from fedplat_server.auth.pki_folder import LOOPBACK, PkiFolder
+from fedplat_server.cli import options
+from fedplat_server.cli.init import ADMIN, make_certificates, make_operator, print_made
 from fedplat_server.config import ServerConfig
 from fedplat_server.daemon import Daemon, stop_on_signals
+from fedplat_server.database.records import EnrollmentToken
+from fedplat_server.database.store import Store
 from fedplat_server.errors import ConfigError
+from fedplat_server.messages import validation
+from fedplat_server.records import audit
+from fedplat_server.rpc.router import PortReservation
+from fedplat_server.storage import data_dir as data_folder
 from fedplat_server.tracing import ids
 
 if TYPE_CHECKING:
@@ -138,3 +160,197 @@ def raise_open_file_limit() -> int:
             "--ulimit nofile= (docker)",
         )
     return soft
+
+
+DEFAULT_DASHBOARD = "127.0.0.1:7480"
+NUM_TICKET_USES = 1000
+TICKET_LIFETIME_S = 30 * 86_400.0
+RENEWED_BEFORE_S = 86_400.0
+"""A ticket that expires within this time of the start is replaced."""
+
+
+def dev(  # noqa: PLR0913 -- one parameter for each option of the command line
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Address to listen on, on loopback.")
+    ] = options.DEFAULT_LISTEN,
+    data_dir: options.DataDir = options.DEFAULT_DATA_DIR,
+    population: Annotated[str, typer.Option(metavar="NAME", help="Population of the ticket's clients.")] = "demo",
+    profile_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--profile",
+            envvar="FEDPLAT_PROFILE",
+            metavar="FILE",
+            help="File for the operator's profile, unless it exists. Default: where fedplat looks for it.",
+        ),
+    ] = None,
+    dashboard: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT", help='Address of the dashboard, on loopback; "" for none. Needs the extra "dashboard".'
+        ),
+    ] = DEFAULT_DASHBOARD,
+    log_level: options.LogLevel = "WARNING",
+    json_log: options.JsonLog = None,
+) -> None:
+    """Run a server for development on this machine, with TLS; set it up at the first start.
+
+    Writes the operator's profile, and prints the commands to continue with. Ctrl-C stops the server; the next start
+    continues with everything in the data folder.
+    """
+    _check(listen, population)
+    if dashboard:
+        options.parse_host(dashboard, "--dashboard")
+    with data_folder.lock_data_dir(data_dir.resolve(), shared=False):
+        PortReservation(listen, "--listen", shared=False).release()
+        url = options.database_url(data_dir, None)
+        options.protect(data_dir, url)
+        folder = PkiFolder.of(data_dir.resolve())
+        make_certificates(folder, ["localhost"], url)
+        make_operator(data_dir / "admin.toml", url, listen, folder)
+        operate = _install_profile(
+            profile_path or profile.default_path(), data_dir.resolve() / "admin.toml", url, listen
+        )
+        ticket = _make_ticket(data_dir.resolve() / f"{population}.ticket", url, listen, population, folder)
+    print(flush=True)
+    with contextlib.ExitStack() as stack:
+
+        def on_started() -> None:
+            _print_commands(listen, operate, ticket)
+            if dashboard:
+                stack.enter_context(_dashboard(dashboard, listen, data_dir.resolve() / "admin.toml"))
+
+        serve(make_config(listen, data_dir, url), log_level, json_log, on_started)
+    print(f"stopped; everything is kept for the next fedplat-server dev{options.repeat_options()}")
+
+
+def make_config(listen: str, data_dir: Path, url: str) -> config.ServerConfig:
+    """Return the configuration of a server for development."""
+    folder = data_dir.resolve()
+    return config.ServerConfig(
+        listen=listen,
+        data_dir=folder,
+        database=url,
+        tls=PkiFolder.of(folder).files,
+        place=options.locate_data(data_dir),
+    )
+
+
+def _check(listen: str, population: str) -> None:
+    host = options.parse_host(listen, "--listen")
+    if host.strip("[]") not in LOOPBACK:
+        raise ConfigError(
+            f"--listen {listen}: this server listens on loopback only, at 127.0.0.1, [::1] or localhost. For clients "
+            "on other machines use fedplat-server init --host NAME, and fedplat-server run"
+        )
+    if not is_address(listen):
+        raise ConfigError(
+            f"--listen {listen}: expected a port from 1 to 65535, because profiles and tickets contain the address"
+        )
+    if not validation.is_name(population):
+        raise ConfigError(f"--population {population[:80]!r}: expected 1 to 63 letters, digits or _.-")
+
+
+def _install_profile(path: Path, admin_path: Path, url: str, address: str) -> str:
+    """Write the operator's profile to `path` unless there is one; return the command line that operates this server."""
+    if not path.exists():
+        if not admin_path.exists():
+            raise ConfigError(
+                f"the profile of the operator {ADMIN} is neither at {path} nor at {admin_path}. Copy it back, or run "
+                f"fedplat-server operator remove {ADMIN} --data-dir {shlex.quote(str(admin_path.parent))} and "
+                "repeat this command"
+            )
+        profile.save(msgspec.structs.replace(profile.load(admin_path), server=address), path)
+        print_made(True, "profile of fedplat", path)
+        return "fedplat"
+    known = _load_known(path, url)
+    if known is not None and known.server == address:
+        print_made(False, "profile of fedplat", path)
+        return "fedplat"
+    if known is not None:
+        command = f"fedplat --server {address}"
+        print(f"kept the profile {path} with the address {known.server}; use this one with: {command}")
+        return command
+    command = f"fedplat --profile {shlex.quote(str(admin_path))}"
+    if profile.load(admin_path).server != address:
+        command += f" --server {address}"
+    print(f"kept the profile {path}, which is not for this server; use this server with: {command}")
+    return command
+
+
+def _load_known(path: Path, url: str) -> profile.Profile | None:
+    """Return a profile if its token is that of an operator of this server, else None."""
+    try:
+        found = profile.load(path)
+    except errors.ProfileError:
+        return None
+    operator = options.with_store(url, lambda store: store.operators.find_operator(audit.hash_token(found.token)))
+    return found if operator is not None else None
+
+
+def _make_ticket(path: Path, url: str, address: str, population: str, folder: PkiFolder) -> Path:
+    """Write an enrollment ticket, unless the file has one that is usable for at least a day."""
+    trusted = folder.ca.read_text()
+
+    async def find_or_create(store: Store) -> tuple[EnrollmentToken, Ticket, bool]:
+        ticket = _read_ticket(path)
+        if ticket is not None and (ticket.server, ticket.population, ticket.ca) == (address, population, trusted):
+            token = await store.clients.find_enrollment_token(hash_secret(ticket.secret))
+            if token is not None and not token.describe_problem(time.time() + RENEWED_BEFORE_S):
+                return token, ticket, False
+        enrollments = Enrollments(store.clients, ClientDirectory(store.clients), lambda: Trust(True, trusted))
+        created = await enrollments.create(population, NUM_TICKET_USES, TICKET_LIFETIME_S, address, audit.HOST)
+        return *created, True
+
+    token, ticket, is_new = options.with_store(url, find_or_create)
+    if is_new:
+        try:
+            durable.write_bytes(path, f"{ticket.to_text()}\n".encode())
+        except OSError as exc:
+            raise ConfigError(f"the ticket {path} cannot be written: {exc.strerror}") from exc
+    expiry = datetime.datetime.fromtimestamp(token.expires_unix_s, datetime.UTC)
+    print_made(is_new, f"ticket for {token.num_left} clients of {population}, valid until {expiry:%Y-%m-%d}:", path)
+    return path
+
+
+def _read_ticket(path: Path) -> Ticket | None:
+    """Return the ticket in a file; None if there is no file, or no ticket in it."""
+    try:
+        return Ticket.from_text(path.read_text(encoding="ascii", errors="replace"))
+    except (OSError, errors.TicketError):
+        return None
+
+
+@contextlib.contextmanager
+def _dashboard(address: str, server: str, admin_path: Path) -> Generator[None]:
+    """Serve the pages while the block runs: `fedplat dashboard` as a process, which prints the address to open."""
+    if missing := dashboard_process.missing_packages():
+        print(f"  no dashboard    it needs {', '.join(missing)}: {extras.install_command('dashboard')}", flush=True)
+        yield
+        return
+    # It shares this terminal: Enter prints a new address, and Ctrl-C ends both. The pipe ends it in any other case.
+    parent_pipe, ours = os.pipe()
+    arguments = ["--profile", str(admin_path), "dashboard", "--listen", address, "--server", server, "--no-browser"]
+    arguments += ["--parent-pipe", str(parent_pipe)]
+    print("  see the dashboard at this address:", flush=True)
+    process = subprocess.Popen([sys.executable, "-P", "-m", "fedplat.cli", *arguments], pass_fds=[parent_pipe])
+    os.close(parent_pipe)
+    try:
+        yield
+    finally:
+        os.close(ours)
+        process.terminate()
+        try:
+            process.wait(dashboard_process.STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _print_commands(listen: str, operate: str, ticket: Path) -> None:
+    """Print what to do next."""
+    client = f"fedplat-client run --ticket-file {shlex.quote(str(ticket))} --data-dir client-1"
+    print(f"the server is ready at {listen}; Ctrl-C stops it. In another terminal:")
+    print(f"  see its status  {operate} status")
+    print(f"  run a client    {client} --trainer NAME=FILE.py:FUNCTION")
+    print(f"  submit a job    {operate} job submit job.toml --watch", flush=True)

@@ -23,9 +23,8 @@ from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat.rounds.protocols.base import protocol_of, training_of
 from fedplat_server import errors, instruments, logs
 from fedplat_server.coordination import alerts
-from fedplat_server.coordination.budgets import Accountant, epsilon
-from fedplat_server.database.jobs import AttemptFilter, AttemptRecord, JobRecord
-from fedplat_server.database.ledger import Account, Population
+from fedplat_server.coordination.job_checks import Accountant, epsilon
+from fedplat_server.database.records import Account, AttemptFilter, AttemptRecord, JobRecord, Population
 from fedplat_server.database.store import Store
 from fedplat_server.records import events
 from fedplat_server.records.events import Alert, EventRow

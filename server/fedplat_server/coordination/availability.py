@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from fedplat.rounds import Coordinator
 from fedplat_server import errors, logs
-from fedplat_server.database.sql_fleet import AvailabilityHour, ClientTraits, FleetStore
+from fedplat_server.database.sql_clients import AvailabilityHour, ClientTraits, FleetStore
 
 HOUR_S = 3600.0
 SAMPLE_S = 5.0

@@ -21,8 +21,8 @@ from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat.rounds.states import ENDED_JOBS
 from fedplat_server import errors, logs, retries
 from fedplat_server.coordination.availability import KEEP_S
-from fedplat_server.database.jobs import Removable, RetainedVersions
-from fedplat_server.database.sql_events import EVENTS_BATCH
+from fedplat_server.database.records import Removable, RetainedVersions
+from fedplat_server.database.sql_audit import EVENTS_BATCH
 from fedplat_server.database.sql_retention import BATCH
 from fedplat_server.database.store import Store
 from fedplat_server.records import audit

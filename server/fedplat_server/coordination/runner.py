@@ -23,7 +23,7 @@ import numpy as np
 
 from fedplat.rounds import Change, Context, Coordinator, Proposal, Verdict, commands, events
 from fedplat_server import logs, retries
-from fedplat_server.auth.enrollment import new_token
+from fedplat_server.auth.client_directory import new_token
 from fedplat_server.database.store import Store
 from fedplat_server.errors import (
     LeadershipLostError,

@@ -1,11 +1,16 @@
-"""Conversion between rows of the tables and the records of the coordinator and of the stores."""
+"""Conversion between rows and records, also of states that a newer release has stored.
+
+While the daemons of a server are replaced one by one, an older one may take over in the middle of an attempt of a newer
+one. It pauses such a job, as one with a job file that it cannot read (`fedplat/job/spec.py`), and runs the others.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,8 +25,19 @@ from fedplat.job import JobSpec, find_mechanism, is_unreadable, read_newer
 from fedplat.job.privacy import find_mechanism_of
 from fedplat.rounds import influence, records, states
 from fedplat.rounds.protocols.base import find_training, training_of
-from fedplat_server.database import job_files, ledger, newer_states, tables
-from fedplat_server.database.jobs import AttemptRecord, HistoryRecord, JobRecord, Staleness, Tally, VersionRecord
+from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, Reason
+from fedplat_server.database import tables
+from fedplat_server.database.records import (
+    AttemptRecord,
+    HistoryRecord,
+    JobFileReader,
+    JobRecord,
+    Staleness,
+    Tally,
+    VersionRecord,
+    encode_mechanism,
+    read_plugins,
+)
 from fedplat_server.errors import StoreError
 
 _Record = TypeVar("_Record")
@@ -76,7 +92,7 @@ def ledger_values(job: rounds.JobState, version: rounds.ModelVersion, unix_s: fl
         "job_id": job.job_id,
         "version": version.version,
         "round": version.round,
-        "mechanism": ledger.encode_mechanism(mechanism),
+        "mechanism": encode_mechanism(mechanism),
         "unix_s": unix_s,
     }
 
@@ -94,8 +110,8 @@ def attempt_values(attempt: rounds.Attempt, unix_s: float) -> Values:
 def attempt(row: Row) -> rounds.Attempt:
     """Read a row of `attempts`, without assignments and with times of zero."""
     kept = {name: getattr(row, name) for name in ATTEMPT_COLUMNS}
-    kept["kind"] = newer_states.attempt_kind(row.kind)
-    kept["phase"] = newer_states.attempt_phase(row.phase, has_ended=row.ended_unix_s is not None)
+    kept["kind"] = read_attempt_kind(row.kind)
+    kept["phase"] = read_attempt_phase(row.phase, has_ended=row.ended_unix_s is not None)
     return rounds.Attempt(
         key=rounds.AttemptKey(row.job_id, row.round, row.number), opened_at=0.0, selection_ends_at=0.0, **kept
     )
@@ -105,7 +121,7 @@ def attempt_record(row: Row, groups: Sequence[Row]) -> AttemptRecord:
     """Read a row of `attempts` with the tally of its assignments: `groups` has one or more rows for each state."""
     counts, has_ended = Counter[states.AssignmentState](), row.ended_unix_s is not None
     for group in groups:
-        counts[newer_states.assignment_state(group.state, has_ended=has_ended)] += group.total
+        counts[read_assignment_state(group.state, has_ended=has_ended)] += group.total
     tally = Tally(
         counts,
         update_bytes=sum(int(group.update_bytes) for group in groups),
@@ -167,12 +183,12 @@ def assignment(
     key = rounds.AttemptKey(row.job_id, row.round, row.number)
     into = rounds.AttemptKey(row.job_id, row.into_round, row.into_number) if row.into_round is not None else key
     kept = {name: getattr(row, name) for name in ASSIGNMENT_COLUMNS}
-    kept["state"] = newer_states.assignment_state(row.state, has_ended=row.ended_unix_s is not None)
-    kept["reason"] = newer_states.reason(row.reason)
+    kept["state"] = read_assignment_state(row.state, has_ended=row.ended_unix_s is not None)
+    kept["reason"] = read_reason(row.reason)
     kept["staleness"] = row.staleness or 0
     return rounds.Assignment(
         key=key,
-        kind=newer_states.attempt_kind(row.kind),
+        kind=read_attempt_kind(row.kind),
         assigned_at=assigned_at,
         deadline_at=deadline_at,
         folded_into=into if row.staleness is not None else None,
@@ -228,7 +244,7 @@ class LastAttempt(NamedTuple):
 
 
 def job_record(
-    row: Row, files: job_files.JobFileReader, latest: rounds.ModelVersion, last: LastAttempt, past: ReportHistory
+    row: Row, files: JobFileReader, latest: rounds.ModelVersion, last: LastAttempt, past: ReportHistory
 ) -> JobRecord:
     """Read a row of `jobs`, with the job's latest version, last attempt and reports from other tables."""
     spec, problem = files.read(row)
@@ -280,7 +296,7 @@ def _read_kept(row: Row, spec: JobSpec) -> tuple[_Kept, str]:
 def _read_plugins(stored: Any) -> tuple[PluginVersion, ...]:
     for version in stored or ():
         require_known(version, PluginVersion)
-    return job_files.read_plugins(stored)
+    return read_plugins(stored)
 
 
 def privacy_values(spec: JobSpec) -> Values:
@@ -312,3 +328,45 @@ def history_values(job_id: str, row: rounds.HistoryRow, unix_s: float) -> Values
 def history_record(row: Row) -> HistoryRecord:
     """Read a row of `history`."""
     return HistoryRecord(row.sequence, row.unix_s, to_record(row, rounds.HistoryRow))
+
+
+_Name = TypeVar("_Name", bound=StrEnum)
+
+
+def _find(enum: type[_Name], name: str, otherwise: _Name) -> _Name:
+    return enum(name) if _is_known(enum, name) else otherwise
+
+
+def _is_known(enum: type[StrEnum], name: str) -> bool:
+    return name in enum.__members__
+
+
+def read_attempt_kind(name: str) -> AttemptKind:
+    """Return the kind of an attempt."""
+    return _find(AttemptKind, name, AttemptKind.TRAIN)
+
+
+def read_attempt_phase(name: str, *, has_ended: bool) -> AttemptPhase:
+    """Return the phase of an attempt. An unknown one that is open becomes COLLECTING, which can be abandoned."""
+    return _find(AttemptPhase, name, AttemptPhase.ABANDONED if has_ended else AttemptPhase.COLLECTING)
+
+
+def read_assignment_state(name: str, *, has_ended: bool) -> AssignmentState:
+    """Return the state of an assignment. An unknown one that is open becomes TRAINING, which can be dropped."""
+    return _find(AssignmentState, name, AssignmentState.DROPPED if has_ended else AssignmentState.TRAINING)
+
+
+def read_reason(name: str | None) -> Reason | None:
+    """Return the reason of the end of an assignment; None if this release does not know it."""
+    return Reason(name) if name is not None and _is_known(Reason, name) else None
+
+
+def describe_unknown(attempt: Row, assignments: Iterable[Row]) -> str:
+    """Return which state of a job's last attempt this release does not know; empty if it knows them all."""
+    place = f"attempt {attempt.number} at round {attempt.round}"
+    if not (_is_known(AttemptPhase, attempt.phase) and _is_known(AttemptKind, attempt.kind)):
+        return f"{place} of the kind {attempt.kind} is {attempt.phase}"
+    for each in assignments:
+        if not _is_known(AssignmentState, each.state):
+            return f"the assignment of client {each.client_id} in {place} is {each.state}"
+    return ""

@@ -1,18 +1,18 @@
-"""Enrollment tokens and clients in a SQL database."""
+"""Enrollment tokens, clients and their traits, and the availability of populations, in a SQL database."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import sqlalchemy
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, case, func, select
 
 from fedplat.rounds.states import OPEN_STATES
 from fedplat_server import crash_points, errors
-from fedplat_server.database import json_lists, rows, sql_audit, sql_events, transactions
-from fedplat_server.database.clients import (
+from fedplat_server.database import rows, sql_audit, transactions
+from fedplat_server.database.records import (
     ALL_CLIENTS,
     ClientFilter,
     ClientRecord,
@@ -22,7 +22,15 @@ from fedplat_server.database.clients import (
     make_token_error,
     no_entries,
 )
-from fedplat_server.database.tables import SAME_ATTEMPT, STILL_OPEN, assignments, attempts, clients, enrollment_tokens
+from fedplat_server.database.tables import (
+    SAME_ATTEMPT,
+    STILL_OPEN,
+    assignments,
+    attempts,
+    availability,
+    clients,
+    enrollment_tokens,
+)
 from fedplat_server.records.audit import AuditEntry
 from fedplat_server.records.events import EventEntry, EventType
 
@@ -124,7 +132,7 @@ class ClientStore:
                 raise errors.EnrollmentConflictError("this client is enrolled with another public key")
             record = rows.to_record(row, ClientRecord)
             if is_new:
-                sql_events.append_events(connection, [_event(EventType.CLIENT_ENROLLED, record)], now)
+                sql_audit.append_events(connection, [_event(EventType.CLIENT_ENROLLED, record)], now)
                 sql_audit.append_entries(connection, audit(record), now)
             return record
 
@@ -158,7 +166,7 @@ class ClientStore:
                 return None
             record = rows.to_record(row, ClientRecord)
             if record.revoked_unix_s == now:  # else it was revoked before
-                sql_events.append_events(connection, [_event(EventType.CLIENT_REVOKED, record)], now)
+                sql_audit.append_events(connection, [_event(EventType.CLIENT_REVOKED, record)], now)
             sql_audit.append_entries(connection, audit, now)
             return record
 
@@ -183,7 +191,7 @@ class ClientStore:
             revoked = _by_id(connection.execute(select(clients).where(these)).all())
             entries = [entry for client_id in unrevoked for entry in audit(revoked[client_id])]
             revocations = [_event(EventType.CLIENT_REVOKED, revoked[client_id]) for client_id in unrevoked]
-            sql_events.append_events(connection, revocations, now)
+            sql_audit.append_events(connection, revocations, now)
             sql_audit.append_entries(connection, entries, now)
             return [revoked.get(record.client_id, record) for record in records]
 
@@ -221,9 +229,9 @@ class ClientStore:
         if which.only is not None:
             # To look up many clients and sort them is slower than to read clients in order until a page is full.
             client_id = clients.c.client_id.concat("") if len(which.only) > MAX_LOOKED_UP else clients.c.client_id
-            conditions.append(client_id.in_(json_lists.strings(dialect, which.only)))
+            conditions.append(client_id.in_(transactions.json_strings(dialect, which.only)))
         if which.without:
-            conditions.append(clients.c.client_id.not_in(json_lists.strings(dialect, which.without)))
+            conditions.append(clients.c.client_id.not_in(transactions.json_strings(dialect, which.without)))
         return conditions
 
     async def record_seen(self, seen_unix_s: Mapping[str, float]) -> None:
@@ -314,3 +322,70 @@ def _use_token(connection: Connection, enrollment: Enrollment, now: float) -> No
     row = connection.execute(select(tokens).where(mine)).one_or_none()
     token = rows.to_record(row, EnrollmentToken) if row is not None else None
     raise make_token_error(token, enrollment.population, now)
+
+
+class FleetStore:
+    """Traits of all clients, and the availability of populations by hour."""
+
+    def __init__(self, database: transactions.Database) -> None:
+        self._database = database
+
+    async def list_traits(self, after_sequence: int, limit: int) -> list[ClientTraits]:
+        """Return the first `limit` clients after a sequence number."""
+        columns = (clients.c.sequence, clients.c.population, clients.c.labels, clients.c.software_version)
+        query = select(*columns, clients.c.revoked_unix_s).where(clients.c.sequence > after_sequence)
+        found = await self._database.fetch(query.order_by(clients.c.sequence).limit(limit))
+        return [
+            ClientTraits(row.sequence, row.population, row.labels, row.software_version, row.revoked_unix_s is not None)
+            for row in found
+        ]
+
+    async def record_availability(self, hours: Sequence[AvailabilityHour]) -> None:
+        """Store hours; of each number the larger one of the stored and the new value is kept."""
+        statement = rows.insert(self._database.dialect, availability)
+        larger = {
+            name: case(
+                (statement.excluded[name] > availability.c[name], statement.excluded[name]), else_=availability.c[name]
+            )
+            for name in ("num_seen", "max_available")
+        }
+        upsert = statement.on_conflict_do_update(index_elements=["population", "hour_unix_s"], set_=larger)
+        values = [hour._asdict() for hour in sorted(hours)]  # in one order, so that two writers cannot deadlock
+        if values:
+            await self._database.write(lambda connection: connection.execute(upsert, values))
+
+    async def list_availability(self, since_unix_s: float, population: str = "") -> list[AvailabilityHour]:
+        """Return the hours that began at a time or later, of one population or of all (""), oldest first."""
+        query = select(availability).where(availability.c.hour_unix_s >= since_unix_s)
+        if population:
+            query = query.where(availability.c.population == population)
+        query = query.order_by(availability.c.hour_unix_s, availability.c.population)
+        return [rows.to_record(row, AvailabilityHour) for row in await self._database.fetch(query)]
+
+    async def remove_availability(self, before_unix_s: float) -> int:
+        """Remove the hours that began before a time; return their number."""
+        delete = availability.delete().where(availability.c.hour_unix_s < before_unix_s)
+        return await self._database.write(lambda connection: connection.execute(delete).rowcount)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ClientTraits:
+    """What is counted of a client. `sequence` grows in the order of enrollment."""
+
+    sequence: int
+    population: str
+    labels: Mapping[str, str]
+    software_version: str
+    is_revoked: bool
+
+
+class AvailabilityHour(NamedTuple):
+    """An hour of a population, from `hour_unix_s` on.
+
+    `num_seen` different clients checked in, and `max_available` is the most that waited or worked at one time.
+    """
+
+    population: str
+    hour_unix_s: float
+    num_seen: int
+    max_available: int

@@ -25,18 +25,17 @@ from fedplat.rounds.influence import MAX_CLAIMS
 from fedplat.rounds.records import Claim
 from fedplat.rounds.states import HAVE_UPDATES, AttemptPhase
 from fedplat_server import crash_points, errors
-from fedplat_server.database import json_lists, newer_states, rows, sql_ledger, tallies, writes
-from fedplat_server.database.job_files import JobFileReader
-from fedplat_server.database.jobs import (
+from fedplat_server.database import rows, sql_assignments, sql_ledger, transactions, writes
+from fedplat_server.database.records import (
     AttemptFilter,
     AttemptRecord,
     HistoryRecord,
+    JobFileReader,
     JobRecord,
     VersionRecord,
     spaced_positions,
 )
-from fedplat_server.database.sql_audit import append_entries
-from fedplat_server.database.sql_events import append_events
+from fedplat_server.database.sql_audit import append_entries, append_events
 from fedplat_server.database.tables import (
     OF_ROUNDS,
     ONE_COMMIT,
@@ -198,7 +197,7 @@ class JobStore:
 
     async def find_attempts(self, keys: Collection[AttemptKey]) -> dict[AttemptKey, AttemptRecord]:
         """Return the attempts with these keys, by key; unknown ones are left out."""
-        query, values = _attempts_of_keys(self._database.dialect), json_lists.key_values(keys)
+        query, values = _attempts_of_keys(self._database.dialect), transactions.json_key_values(keys)
 
         def transaction(connection: Connection) -> dict[AttemptKey, AttemptRecord]:
             records = _with_counts(connection, connection.execute(query, values).all())
@@ -347,7 +346,7 @@ async def recall_participations(store: JobStore, job: JobState) -> list[Particip
 
 @functools.cache  # to build it takes longer than to run it
 def _attempts_of_keys(dialect: str) -> sqlalchemy.Executable:
-    wanted = json_lists.attempt_keys(dialect)
+    wanted = transactions.json_attempt_keys(dialect)
     these = and_(*(attempts.c[name] == wanted.c[name] for name in AttemptKey._fields))
     return select(attempts).select_from(wanted.join(attempts, these))
 
@@ -363,7 +362,7 @@ def _matches(which: AttemptFilter) -> list[sqlalchemy.ColumnElement[bool]]:
 
 def _with_counts(connection: Connection, found: Sequence[rows.Row]) -> list[AttemptRecord]:
     keys = [AttemptKey(row.job_id, row.round, row.number) for row in found]
-    counts = tallies.tally(connection, keys)
+    counts = sql_assignments.tally(connection, keys)
     return [rows.attempt_record(row, counts.get(key, ())) for row, key in zip(found, keys, strict=True)]
 
 
@@ -402,7 +401,7 @@ def _last_attempt(connection: Connection, job_id: str, epoch_unix_s: float) -> r
     messages = writes.load_messages(connection, attempt.key) if attempt.is_open else {}
     found = connection.execute(query).all()
     records = [rows.assignment(each, epoch_unix_s, messages.get(each.client_id, {})) for each in found]
-    return rows.LastAttempt(*rebuild_attempt(attempt, records), newer_states.describe_unknown(row, found))
+    return rows.LastAttempt(*rebuild_attempt(attempt, records), rows.describe_unknown(row, found))
 
 
 def _durations(connection: Connection, job_id: str) -> tuple[float, ...]:

@@ -10,9 +10,8 @@ from fedplat.job import is_unreadable, plan_charge
 from fedplat.job.privacy import charges
 from fedplat.privacy import Charge
 from fedplat.rounds.states import ENDED_JOBS, JobStatus
-from fedplat_server.database import rows, sql_audit, sql_events, transactions
-from fedplat_server.database.job_files import JobFileReader
-from fedplat_server.database.ledger import Account, Budget, Population, decode_mechanism
+from fedplat_server.database import rows, sql_audit, transactions
+from fedplat_server.database.records import Account, Budget, JobFileReader, Population, decode_mechanism
 from fedplat_server.database.tables import attempts, jobs, ledger, populations
 from fedplat_server.errors import BudgetUnknownError, PopulationChangedError
 from fedplat_server.records.audit import AuditEntry
@@ -56,7 +55,7 @@ class LedgerStore:
         def transaction(connection: Connection) -> None:
             advance_revision(connection, population, expected_revision)
             connection.execute(populations.update().where(populations.c.population == population).values(values))
-            sql_events.append_events(connection, [_budget_event(population, budget)], self._clock())
+            sql_audit.append_events(connection, [_budget_event(population, budget)], self._clock())
             sql_audit.append_entries(connection, audit, self._clock())
 
         await self._database.write(transaction)

@@ -10,7 +10,7 @@ from sqlalchemy import Connection, func, select
 from fedplat.rounds import AttemptKey, ModelVersion
 from fedplat_server import crash_points
 from fedplat_server.database import rows, transactions
-from fedplat_server.database.jobs import Removable, RetainedVersions
+from fedplat_server.database.records import Removable, RetainedVersions
 from fedplat_server.database.tables import (
     SAME_ATTEMPT,
     STILL_OPEN,

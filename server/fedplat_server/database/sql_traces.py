@@ -15,7 +15,7 @@ from sqlalchemy import ColumnElement, Connection, and_, case, func, select
 
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat.rounds.states import BUSY_STATES, OPEN_PHASES, AssignmentState, AttemptKind, AttemptPhase
-from fedplat_server.database import newer_states, rows, transactions
+from fedplat_server.database import rows, transactions
 from fedplat_server.database.tables import assignments, history
 
 _FAILED = (AssignmentState.FAILED, AssignmentState.REJECTED, AssignmentState.LATE)
@@ -93,7 +93,7 @@ def _read_phases(connection: Connection, window: _Window, key: AttemptKey) -> tu
         .order_by(_H.sequence)
     )
     return tuple(
-        PhaseStart(newer_states.attempt_phase(row.to_state, has_ended=False), row.unix_s)
+        PhaseStart(rows.read_attempt_phase(row.to_state, has_ended=False), row.unix_s)
         for row in connection.execute(query)
     )
 
@@ -118,7 +118,7 @@ def _read_assignments(connection: Connection, window: _Window, limit: int) -> tu
 def _to_assignment(job_id: str, row: rows.Row) -> EndedAssignment:
     return EndedAssignment(
         id=AssignmentId(AttemptKey(job_id, row.round, row.attempt), row.client_id),
-        state=newer_states.assignment_state(row.state, has_ended=True),
+        state=rows.read_assignment_state(row.state, has_ended=True),
         reason=row.reason or "",
         base_version=row.base_version,
         update_bytes=row.update_bytes,
@@ -136,7 +136,7 @@ def _count_assignments(connection: Connection, key: AttemptKey) -> Mapping[Assig
     )
     counts = Counter[AssignmentState]()
     for row in connection.execute(query):
-        counts[newer_states.assignment_state(row.state, has_ended=True)] += row.total
+        counts[rows.read_assignment_state(row.state, has_ended=True)] += row.total
     return counts
 
 

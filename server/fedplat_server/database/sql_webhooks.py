@@ -12,7 +12,7 @@ import sqlalchemy
 from sqlalchemy import Connection, func, select, tuple_
 
 from fedplat_server import crash_points, errors
-from fedplat_server.database import rows, sql_audit, sql_events, transactions
+from fedplat_server.database import rows, sql_audit, transactions
 from fedplat_server.database.tables import STILL_PENDING, deliveries, event_head, events, webhooks
 from fedplat_server.records.audit import AuditEntry
 from fedplat_server.records.events import (
@@ -52,7 +52,7 @@ class WebhookStore:
 
         def transaction(connection: Connection) -> None:
             # First the event: the lock on its head makes concurrent calls count one after the other.
-            cursor = sql_events.append_events(connection, [added], self._clock())
+            cursor = sql_audit.append_events(connection, [added], self._clock())
             count = connection.execute(select(func.count()).select_from(webhooks)).scalar_one()
             if count >= MAX_WEBHOOKS:
                 raise errors.WebhookError(f"there are {count} webhooks already; remove one first")
@@ -103,7 +103,7 @@ class WebhookStore:
             connection.execute(webhooks.delete().where(mine))
             text = f"the webhook for {parse_url(url).origin} was removed"
             removed = EventEntry(EventType.WEBHOOK_REMOVED, subject=webhook_id, text=text)
-            sql_events.append_events(connection, [removed], self._clock())
+            sql_audit.append_events(connection, [removed], self._clock())
             sql_audit.append_entries(connection, audit, self._clock())
 
         await self._database.write(transaction)

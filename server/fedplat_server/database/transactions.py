@@ -1,21 +1,26 @@
-"""The execution of transactions by the driver of a database: queued, run to their end, retried after conflicts.
+"""The execution of transactions: queued, run to their end, retried after conflicts; lists and batches of keys.
 
 For both, a transaction is a plain function of a connection of SQLAlchemy.
+
+A list of keys is a table to join: neither database uses an index for a long list of tuples.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
+import json
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import sqlalchemy
-from sqlalchemy import event
+from sqlalchemy import FromClause, Integer, String, column, event, func, select
 from sqlalchemy.engine import URL
 
+from fedplat.rounds import AttemptKey
 from fedplat_server.database.engine import (
     NUM_READERS,
     WRITES,
@@ -24,7 +29,7 @@ from fedplat_server.database.engine import (
     num_writers,
     translate_errors,
 )
-from fedplat_server.errors import ConflictError, LeadershipLostError
+from fedplat_server.errors import ConflictError, LeadershipLostError, StoreUnavailableError
 from fedplat_server.instruments import Instruments
 
 MAX_TRIES = 5
@@ -256,3 +261,98 @@ class AsyncPostgres:
     async def close(self) -> None:
         """Close all connections."""
         await self._engine.dispose()
+
+
+def json_strings(dialect: str, values: Collection[str]) -> sqlalchemy.Select[Any]:
+    """Return a query for these strings."""
+    as_json = json.dumps(list(values))
+    if dialect == "postgresql":
+        return select(func.json_array_elements_text(_json(as_json)).column_valued("value"))
+    return select(func.json_each(as_json).table_valued("value").c.value)
+
+
+@functools.cache
+def json_attempt_keys(dialect: str) -> FromClause:
+    """Return a table of keys, with the columns job_id, round and number: those of the parameters `key_values`."""
+    keys = sqlalchemy.bindparam("keys", type_=sqlalchemy.Text)
+    if dialect == "postgresql":
+        columns = (column("job_id", String), column("round", Integer), column("number", Integer))
+        table = func.json_to_recordset(_json(keys)).table_valued(*columns)
+        return table.render_derived(name="keys", with_types=True)
+    each = func.json_each(keys).table_valued("value")
+    names = AttemptKey._fields
+    parts = [func.json_extract(each.c.value, f"$.{name}").label(name) for name in names]
+    return select(*parts).subquery("keys")
+
+
+def json_key_values(keys: Collection[AttemptKey]) -> dict[str, str]:
+    """Return the parameters of a query on `attempt_keys`."""
+    return {"keys": json.dumps([key._asdict() for key in keys])}
+
+
+def _json(text: Any) -> sqlalchemy.Cast[Any]:
+    return sqlalchemy.cast(sqlalchemy.cast(text, sqlalchemy.Text), sqlalchemy.JSON)
+
+
+_Value = TypeVar("_Value")
+
+
+class BatchLoader(Generic[_Value]):
+    """A loader of values by key, which combines concurrent calls.
+
+    A transaction takes a millisecond, and hardly more for five hundred clients. So many clients that return after a
+    restart are admitted about ten times as fast, and a single one does not wait for others. `fetch` returns the values
+    of up to `max_keys` keys and leaves out unknown ones. The keys of one call are distinct: equal keys of several
+    callers are fetched in several calls.
+    """
+
+    def __init__(self, fetch: Callable[[Sequence[str]], Awaitable[Mapping[str, _Value]]], max_keys: int = 500) -> None:
+        self._fetch = fetch
+        self._max_keys = max_keys
+        self._waiting: list[tuple[str, asyncio.Future[_Value | None]]] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def load(self, key: str) -> _Value | None:
+        """Return the value of a key; None if it is unknown. Raises the errors of `fetch`."""
+        answer: asyncio.Future[_Value | None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((key, answer))
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name="batch loader")
+        return await answer
+
+    async def _run(self) -> None:
+        try:
+            while batch := self._next():
+                await self._answer(batch)
+        finally:
+            self._task = None
+
+    def _next(self) -> dict[str, asyncio.Future[_Value | None]]:
+        batch: dict[str, asyncio.Future[_Value | None]] = {}
+        later: list[tuple[str, asyncio.Future[_Value | None]]] = []
+        for key, answer in self._waiting:
+            if answer.cancelled():
+                continue
+            if key in batch or len(batch) == self._max_keys:
+                later.append((key, answer))
+            else:
+                batch[key] = answer
+        self._waiting = later
+        return batch
+
+    async def _answer(self, batch: Mapping[str, asyncio.Future[_Value | None]]) -> None:
+        try:
+            values = await self._fetch(list(batch))
+        except Exception as exc:  # a task boundary: each caller gets its own error
+            if len(batch) > 1 and not isinstance(exc, StoreUnavailableError | LeadershipLostError):
+                # The database answers, so one key is the cause: only its caller may get the error.
+                for key, answer in batch.items():
+                    await self._answer({key: answer})
+                return
+            for answer in batch.values():
+                if not answer.done():
+                    answer.set_exception(type(exc)(*exc.args))
+        else:
+            for key, answer in batch.items():
+                if not answer.done():
+                    answer.set_result(values.get(key))

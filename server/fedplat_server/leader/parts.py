@@ -22,9 +22,8 @@ from fedplat_server.auth import client_directory, rate_limits
 from fedplat_server.config import ServerConfig
 from fedplat_server.coordination import alert_monitor, owner
 from fedplat_server.coordination.availability import AvailabilityTracker
-from fedplat_server.coordination.budgets import Budgets
-from fedplat_server.coordination.event_feed import EventFeed
-from fedplat_server.coordination.long_polls import LongPolls
+from fedplat_server.coordination.job_checks import Budgets
+from fedplat_server.coordination.long_polls import EventFeed, LongPolls
 from fedplat_server.coordination.progress import Downloads, ProgressTracker
 from fedplat_server.coordination.retention import RetentionTask
 from fedplat_server.coordination.runner import Runner
@@ -32,14 +31,14 @@ from fedplat_server.database import sql_audit, sql_jobs
 from fedplat_server.database.store import Store
 from fedplat_server.flower.runs import FlowerRuns
 from fedplat_server.instruments import Instruments
-from fedplat_server.messages.memory import UploadMemory
+from fedplat_server.messages.streams import UploadMemory
 from fedplat_server.metrics.service import MetricsService
-from fedplat_server.protocols import half, steps
+from fedplat_server.protocols import half
 from fedplat_server.protocols.registry import KindParts, ServerHalves
 from fedplat_server.protocols.relay import Relay
 from fedplat_server.records.lease import Lease
 from fedplat_server.rpc import job_registry, serving
-from fedplat_server.storage import blob_stores, files, read_cache, relay_store, spool_backend
+from fedplat_server.storage import blob_stores, files, read_cache, spool_backend, spool_file
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.object_store import StoreHealth
 from fedplat_server.storage.spool import Spool
@@ -85,7 +84,7 @@ class Files:
 
     blobs: BlobStore
     spool: Spool
-    relay: relay_store.RelayStore
+    relay: spool_file.RelayStore
     chunks: read_cache.Chunks
     memory: UploadMemory
     health: StoreHealth | None
@@ -168,7 +167,7 @@ async def _make_files(
     health = StoreHealth(config.spool_url) if config.spool_url else None
     spool = await _open_spool(config, mandate.store, mandate.lease.term, coordination.jobs, health)
     stack.push_async_callback(spool.close)
-    relay = await asyncio.to_thread(relay_store.RelayStore, config.data_dir / "relay")
+    relay = await asyncio.to_thread(spool_file.RelayStore, config.data_dir / "relay")
     memory = UploadMemory(config.limits)
     return Files(blobs=blobs, spool=spool, relay=relay, chunks=read_cache.Chunks(), memory=memory, health=health)
 
@@ -223,7 +222,7 @@ def _make_kind_parts(mandate: Mandate, coordination: Coordination, files: Files,
         common=half.HalfParts(
             limits=config.limits, blobs=files.blobs, training=training, pool=client.WorkerPool.at(config.data_dir)
         ),
-        calls=steps.StepPolls(runner, store.jobs, coordination.clients, coordination.long_polls, coordination.quotas),
+        calls=half.StepPolls(runner, store.jobs, coordination.clients, coordination.long_polls, coordination.quotas),
         secure=secure_attempts.SecureAttempts(files.blobs, store.clients, store.audit),
         make_relay=lambda list_waiting: Relay(
             list_waiting=list_waiting,

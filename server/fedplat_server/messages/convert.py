@@ -25,7 +25,7 @@ from fedplat.rounds.states import (
 )
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
 from fedplat_server.coordination.progress import ProgressSummary
-from fedplat_server.database import jobs, rows
+from fedplat_server.database import records, rows
 
 _Message = TypeVar("_Message", bound=Message)
 REASONS: Mapping[Reason, model_pb2.Reason.ValueType] = {
@@ -92,7 +92,7 @@ def model_delta(version: rounds.ModelVersion, spec: JobSpec) -> fleet_pb2.ModelD
     )
 
 
-def job(record: jobs.JobRecord, current: admin_pb2.Round | None, shown: admin_pb2.Job) -> admin_pb2.Job:
+def job(record: records.JobRecord, current: admin_pb2.Round | None, shown: admin_pb2.Job) -> admin_pb2.Job:
     """Encode a job with its last attempt; `shown` has the fields of its kind."""
     state = record.state
     message = admin_pb2.Job(
@@ -134,7 +134,7 @@ _NUMBERS = tuple(
 
 
 def round_(
-    record: jobs.AttemptRecord, server_metrics: Mapping[str, float], summary: ProgressSummary | None = None
+    record: records.AttemptRecord, server_metrics: Mapping[str, float], summary: ProgressSummary | None = None
 ) -> admin_pb2.Round:
     """Encode an attempt with the counts of its assignments by outcome."""
     attempt, tally, ended = record.attempt, record.tally, record.ended_unix_s
@@ -179,7 +179,7 @@ def _count_reported(phase: AttemptPhase, counts: Mapping[AssignmentState, int]) 
     return sum(counts[state] for state in states)
 
 
-def version(record: jobs.VersionRecord, spec: JobSpec) -> admin_pb2.ModelVersion:
+def version(record: records.VersionRecord, spec: JobSpec) -> admin_pb2.ModelVersion:
     """Encode a model version; for a private job without the total weight, which depends on the clients' examples."""
     return admin_pb2.ModelVersion(
         model=model_ref(record.version),
@@ -202,7 +202,7 @@ def without_state(version: rounds.ModelVersion) -> rounds.ModelVersion:
     return structs.replace(version, state_digest="")
 
 
-def event(record: jobs.HistoryRecord) -> admin_pb2.JobEvent:
+def event(record: records.HistoryRecord) -> admin_pb2.JobEvent:
     """Encode a row of the history."""
     row = record.row
     return encode(

@@ -21,9 +21,9 @@ from fedplat.rounds import Coordinator, JobState, privacy_rules, states
 from fedplat.rounds.protocols.base import protocol_of, training_of
 from fedplat_server import __version__, logs
 from fedplat_server.auth.tls import Certificates
-from fedplat_server.coordination import budgets
-from fedplat_server.coordination.budgets import Accountant
-from fedplat_server.database.ledger import Population
+from fedplat_server.coordination import job_checks
+from fedplat_server.coordination.job_checks import Accountant
+from fedplat_server.database.records import Population
 from fedplat_server.database.sql_ledger import LedgerStore
 from fedplat_server.errors import LeadershipLostError, StoreError
 from fedplat_server.instruments import METRIC_PREFIX, METRICS, Instruments
@@ -177,11 +177,11 @@ def compute_privacy_costs(jobs: Sequence[JobState], populations: Sequence[Popula
         account, options = accounts.get(job.job_id), job.spec.privacy
         if account is None or account.planned is None or options is None:
             continue
-        losses.spent[job.job_id] = budgets.epsilon(account.released, options.delta)
-        losses.planned[job.job_id] = budgets.epsilon((account.planned,), options.delta)
+        losses.spent[job.job_id] = job_checks.epsilon(account.released, options.delta)
+        losses.planned[job.job_id] = job_checks.epsilon((account.planned,), options.delta)
     for population in populations:
         if population.budget is not None:
-            losses.committed[population.name] = budgets.epsilon(population.charges, population.budget.delta)
+            losses.committed[population.name] = job_checks.epsilon(population.charges, population.budget.delta)
             losses.budgets[population.name] = population.budget.epsilon
     return losses
 

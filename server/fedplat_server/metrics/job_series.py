@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from fedplat.rounds import Assignment, AttemptKey, Change, HistoryRow, JobState, commands, privacy_rules, states
 from fedplat_server.coordination.runner import Actor
-from fedplat_server.database.jobs import VersionRecord
+from fedplat_server.database.records import VersionRecord
 from fedplat_server.instruments import Instruments
 
 LINGER_S = 120.0

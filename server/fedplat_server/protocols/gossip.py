@@ -27,13 +27,13 @@ from fedplat.secure_aggregation.primitives import is_signature
 from fedplat.secure_aggregation.relay import RelayExchange, RelayKey, RelayMember
 from fedplat.wire import auth, messages
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, gossip_pb2
-from fedplat_server.database.clients import ClientRecord
+from fedplat_server.database.records import ClientRecord
 from fedplat_server.database.sql_clients import ClientStore
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import streams, validation
 from fedplat_server.protocols import half, relay
-from fedplat_server.protocols.silence import SilenceMonitor
-from fedplat_server.protocols.steps import StepPolls, StepsHalf, refuse
+from fedplat_server.protocols.half import StepPolls, StepsHalf, refuse_step
+from fedplat_server.protocols.relay import SilenceMonitor
 from fedplat_server.storage import files
 
 MAX_NAMED = 10
@@ -200,7 +200,7 @@ class GossipHalf(StepsHalf[steps.SiloMessage]):
         self, job: JobState, assignment: Assignment, message: steps.SiloMessage
     ) -> tuple[fleet_pb2.StepResponse, bool]:
         if not (assignment.is_busy or assignment.state is AssignmentState.MERGED):
-            return refuse(assignment.reason, assignment.text), True
+            return refuse_step(assignment.reason, assignment.text), True
         step = await self._make_step(job, assignment, message.done)
         is_new = step.known != message.known if message.known else not isinstance(step.instruction, steps.Wait)
         is_over = isinstance(step.instruction, steps.Leave)

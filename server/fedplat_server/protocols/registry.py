@@ -13,10 +13,10 @@ from fedplat.rounds.states import AttemptKind
 from fedplat_server.aggregation.secure_attempts import SecureAttempts
 from fedplat_server.database.sql_clients import ClientStore
 from fedplat_server.flower.runs import FlowerRuns
-from fedplat_server.protocols import evaluation, flower_app, gossip, relay, ssp, steps
-from fedplat_server.protocols.half import HalfParts, ServerHalf
+from fedplat_server.protocols import evaluation, flower_app, gossip, relay, ssp
+from fedplat_server.protocols.half import HalfParts, ServerHalf, StepPolls
+from fedplat_server.protocols.relay import SilenceMonitor
 from fedplat_server.protocols.secure import SecureHalf
-from fedplat_server.protocols.silence import SilenceMonitor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class KindParts:
     """The parts from which each half gets its own."""
 
     common: HalfParts
-    calls: steps.StepPolls
+    calls: StepPolls
     secure: SecureAttempts
     make_relay: Callable[[relay.ListWaiting], relay.Relay]
     clients: ClientStore

@@ -1,4 +1,8 @@
-"""The relay: files that silos of a decentralised job send each other, encrypted, within what the job's state allows."""
+"""The relay of a decentralised job, which sends files from silo to silo, and silos that have become silent.
+
+A silo that works has a long poll open nearly all the time. One that has had none, and has made no call, for
+`MISSED_HEARTBEATS` heartbeats of its job is lost until it announces a model again.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +10,24 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from pathlib import Path
 
 from fedplat import durable
 from fedplat.gossip import steps
-from fedplat.rounds import Assignment, Attempt, AttemptKey, Coordinator
+from fedplat.rounds import Assignment, Attempt, AttemptKey, Coordinator, JobState, events, states
 from fedplat.rounds.protocols.gossip import find_state, state_of
 from fedplat.secure_aggregation.relay import sealed_bytes
 from fedplat.wire.v1 import fleet_pb2
+from fedplat_server.auth.client_directory import ClientDirectory
 from fedplat_server.auth.rate_limits import Quotas
 from fedplat_server.config import Limits
 from fedplat_server.coordination.long_polls import list_event
 from fedplat_server.errors import Code, RefusedError
-from fedplat_server.messages import memory, streams, validation
-from fedplat_server.messages.memory import UploadMemory
+from fedplat_server.messages import streams, validation
+from fedplat_server.messages.streams import UploadMemory
 from fedplat_server.storage.read_cache import Chunks
-from fedplat_server.storage.relay_store import RelayedFile, RelayStore
+from fedplat_server.storage.spool_file import RelayedFile, RelayStore
 
 MAX_NAME = 200
 """Maximum length of a file's name, and of a client's id."""
@@ -80,7 +85,7 @@ class Relay:
                 self.quotas.upload(assignment.client_id, key.attempt, total_limit, len(part.data))
                 yield part.data
 
-        size_bytes = min(max(header.size_bytes - header.offset, 0), memory.UPLOAD_BYTES)
+        size_bytes = min(max(header.size_bytes - header.offset, 0), streams.UPLOAD_BYTES)
         async with self.memory.uploads.share(size_bytes):
             open_upload = functools.partial(self.relay.open, key)
             is_wanted = functools.partial(self._is_wanted, assignment, key)
@@ -153,3 +158,71 @@ def _name(text: str) -> str:
     if not 1 <= len(text) <= MAX_NAME:
         raise RefusedError(Code.INVALID_REQUEST, f"a client or file must be named by 1 to {MAX_NAME} characters")
     return text
+
+
+MISSED_HEARTBEATS = 3
+_CHECK_EVERY_S = 1.0
+
+
+class SilenceMonitor:
+    """Looks every second for silent silos, and posts `SilosLost`; `clock` is monotonic."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        clients: ClientDirectory,
+        post: Callable[[events.SilosLost], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._coordinator = coordinator
+        self._clients = clients
+        self._post = post
+        self._clock = clock
+        self._heard: dict[tuple[str, str], tuple[float, float | None]] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        """Start the task."""
+        self._task = asyncio.create_task(self._run(), name="silent silos")
+
+    async def close(self) -> None:
+        """End the task."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    def check(self) -> None:
+        """Post the silos that have been silent for too long. All have their whole time after a start of the server."""
+        now, known = self._clock(), dict[tuple[str, str], tuple[float, float | None]]()
+        for job in _list_jobs(self._coordinator):
+            lost: list[str] = []
+            for client_id in _list_silos(job):
+                last_call = self._clients.last_seen_unix_s.get(client_id)
+                at, last_known = self._heard.get((job.job_id, client_id), (now, last_call))
+                if self._clients.has_open_call(client_id) or last_call != last_known:
+                    at = now
+                known[job.job_id, client_id] = at, last_call
+                if now - at > MISSED_HEARTBEATS * job.spec.deadlines.heartbeat_s:
+                    lost.append(client_id)
+            if lost:
+                self._post(events.SilosLost(job.job_id, tuple(lost)))
+        self._heard = known
+
+    async def _run(self) -> None:
+        while True:
+            self.check()
+            await asyncio.sleep(_CHECK_EVERY_S)
+
+
+def _list_jobs(coordinator: Coordinator) -> Iterator[JobState]:
+    """Yield the decentralised jobs that run."""
+    for job in coordinator.jobs.values():
+        if find_state(job) is not None and job.status is states.JobStatus.RUNNING:
+            yield job
+
+
+def _list_silos(job: JobState) -> list[str]:
+    """Return the silos that a job waits for: those with work, and those that have taken part and not left."""
+    busy = {each.client_id for each in job.open_attempt.busy} if job.open_attempt is not None else set[str]()
+    return sorted(busy | state_of(job).members)

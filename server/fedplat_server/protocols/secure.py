@@ -41,10 +41,9 @@ from fedplat_server import errors, logs
 from fedplat_server.aggregation import backend
 from fedplat_server.aggregation.backend import Aggregate, AggregationBackend, LocalAggregation
 from fedplat_server.aggregation.secure_attempts import RosterGroup, SecureAttempts, has_begun
-from fedplat_server.database.clients import ClientRecord
+from fedplat_server.database.records import ClientRecord
 from fedplat_server.messages import validation
-from fedplat_server.protocols.half import HalfParts, Validate
-from fedplat_server.protocols.steps import StepPolls, StepsHalf, refuse
+from fedplat_server.protocols.half import HalfParts, StepPolls, StepsHalf, Validate, refuse_step
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.workers.task_inputs import AttemptInputs, SpooledUpdate
 
@@ -140,7 +139,7 @@ class SecureHalf(StepsHalf[fleet_pb2.SecureMessage]):
         if attempt is None:
             return _refuse_ended(assignment)
         if stored:
-            return refuse(Reason.REJECTED_CONFLICT, f"other {kind} were accepted before; they are kept")
+            return refuse_step(Reason.REJECTED_CONFLICT, f"other {kind} were accepted before; they are kept")
         setup = await self._secure.setup(job, assignment.key)
         limit = messages.max_bytes(min(setup.encoding.max_clients, messages.MAX_GROUP))
         self._calls.count(assignment, len(content), limit, _MAX_MESSAGES)
@@ -152,7 +151,7 @@ class SecureHalf(StepsHalf[fleet_pb2.SecureMessage]):
         except SecureAggregationError as exc:
             return await self._reject(assignment, str(exc))
         verdict = await self._calls.runner.submit(_EVENTS[kind](assignment.key, client.client_id, content))
-        return None if verdict.accepted else refuse(verdict.reason, verdict.text)
+        return None if verdict.accepted else refuse_step(verdict.reason, verdict.text)
 
     async def _validate(
         self, client: ClientRecord, job: JobState, assignment: Assignment, kind: _Kind, content: bytes
@@ -194,8 +193,8 @@ class SecureHalf(StepsHalf[fleet_pb2.SecureMessage]):
             event = UpdateRejected(*assignment.id, Reason.REJECTED_MESSAGE, text)
             verdict = await self._calls.runner.submit(event)
             if not verdict.accepted:
-                return refuse(verdict.reason, verdict.text)
-        return refuse(Reason.REJECTED_MESSAGE, text)
+                return refuse_step(verdict.reason, verdict.text)
+        return refuse_step(Reason.REJECTED_MESSAGE, text)
 
     @override
     async def _find_input(
@@ -236,7 +235,7 @@ def _refuse_ended(assignment: Assignment) -> fleet_pb2.StepResponse:
     """Return the response for an assignment that has ended."""
     if assignment.state is AssignmentState.MERGED:
         return fleet_pb2.StepResponse(done=fleet_pb2.Done())
-    return refuse(assignment.reason, assignment.text)
+    return refuse_step(assignment.reason, assignment.text)
 
 
 class _MaskedSum(NamedTuple):

@@ -2,9 +2,9 @@
 
 gRPC receives the whole message of a unary method before it calls the handler. The handler of a streaming method reads
 messages itself, and until then a call holds no more memory than its first window. So every method accepts a stream here
-(see `handlers`); on the wire both are the same. Callers without a credential have few concurrent reads, in total and
-for each network. When all are taken, the oldest read of the greediest network ends (see `fair_places`), so that no host
-can use up the memory or the turns of all.
+(see `interceptor.wrap_handler`); on the wire both are the same. Callers without a credential have few concurrent reads,
+in total and for each network. When all are taken, the oldest read of the greediest network ends (see `fair_places`), so
+that no host can use up the memory or the turns of all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedplat_server.auth import addresses
 from fedplat_server.auth.addresses import Origins
 from fedplat_server.config import Limits
 from fedplat_server.errors import Code, RefusedError
-from fedplat_server.messages.memory import MemoryShare, UploadMemory
+from fedplat_server.messages.streams import MemoryShare, UploadMemory
 from fedplat_server.rpc import interceptor
 from fedplat_server.rpc.operator_access import OperatorAccess
 

@@ -1,26 +1,35 @@
-"""The handler of the Fleet service with which a client waits for work, and the messages of new assignments."""
+"""The handler of the Fleet service with which a client waits for work, and the models that it gets."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import functools
+from collections.abc import AsyncGenerator, Callable
 
 from typing_extensions import override
 
 from fedplat import rounds, wire
-from fedplat.rounds import commands, events, states
+from fedplat.rounds import AssignmentId, JobState, ModelVersion, commands, events, states
+from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc
 from fedplat_server import __version__, logs
 from fedplat_server.auth.client_directory import Offer
 from fedplat_server.config import Limits
 from fedplat_server.coordination.long_polls import LongPolls, Presence, wait_for_work
+from fedplat_server.coordination.progress import Downloads
 from fedplat_server.coordination.runner import Runner
-from fedplat_server.database.clients import ClientRecord
+from fedplat_server.database import records, sql_jobs
+from fedplat_server.database.records import ClientRecord
+from fedplat_server.errors import Code, RefusedError
 from fedplat_server.instruments import Instruments
-from fedplat_server.messages import convert, validation
+from fedplat_server.messages import convert, streams, validation
 from fedplat_server.protocols.registry import ServerHalves
-from fedplat_server.rpc import client_access, handlers
-from fedplat_server.rpc.client_models import ClientModels
+from fedplat_server.rpc import client_access, interceptor
+from fedplat_server.rpc.client_access import ClientAccess
+from fedplat_server.storage.blobs import BlobStore
+from fedplat_server.storage.read_cache import Chunks, InlineModels
 from fedplat_server.tracing import ids
 
 DRAINING = commands.RetryWindow(1.0, 5.0)
@@ -77,7 +86,9 @@ class CheckInService(fleet_pb2_grpc.FleetServicer):
     """It is set when the daemon stops: clients get no more assignments."""
 
     @override
-    async def CheckIn(self, request: fleet_pb2.CheckInRequest, context: handlers.Context) -> fleet_pb2.CheckInResponse:
+    async def CheckIn(
+        self, request: fleet_pb2.CheckInRequest, context: interceptor.Context
+    ) -> fleet_pb2.CheckInResponse:
         validation.protocol_version(request.protocol_version)
         client = await self.access.begin_call(context)
         labels = validation.labels(request.labels, self.limits)
@@ -125,3 +136,76 @@ class CheckInService(fleet_pb2_grpc.FleetServicer):
             return
         result = "assigned" if reason is None else reason.value.lower()
         instruments.check_ins.labels(instruments.populations.of(client.population), result).inc()
+
+
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class ClientModels:
+    """Sends models to clients, counts their bytes, and records which clients have the model of their assignment."""
+
+    access: ClientAccess
+    runner: Runner
+    store: sql_jobs.JobStore
+    blobs: BlobStore
+    chunks: Chunks
+    inline_models: InlineModels
+    downloads: Downloads
+    instruments: Instruments
+
+    async def find_base(self, job: JobState, version: int) -> ModelVersion:
+        """Return the version that an assignment starts from; not the latest if a late client reclaims it."""
+        base = job.latest if job.latest.version == version else None
+        base = base or await self.store.find_version(job.job_id, version)
+        assert base is not None
+        return base
+
+    async def include(self, job: JobState, model: ModelVersion, assignment: AssignmentId) -> bytes:
+        """Return the model for the message of an assignment; empty if it is too large for that."""
+        content = await self.inline_models.content(model)
+        if content:
+            self.downloads.record(assignment)
+            self._count_bytes(job, "inline", len(content))
+        return content
+
+    async def require_access(self, client: records.ClientRecord, digest: str) -> None:
+        """Raise `RefusedError` for a file that is not for this client."""
+        for job in self.runner.coordinator.jobs.values():
+            latest = job.latest
+            if digest in (latest.digest, latest.delta_digest) and job.spec.population == client.population:
+                return
+        if client.population not in await self.store.find_populations(digest):
+            raise RefusedError(Code.NO_SUCH_MODEL, digest)
+
+    async def send(self, client: records.ClientRecord, digest: str, offset: int) -> AsyncGenerator[bytes]:
+        """Yield the messages of a file from an offset on. Raises `RefusedError`."""
+        count_bytes = self._bytes_counter(client, digest)
+        found = streams.send(self.chunks, self.blobs, digest, offset)
+        async with contextlib.aclosing(found) as messages:
+            async for message in messages:
+                await self.access.require(client)
+                count_bytes(len(message))
+                yield message
+
+    async def note_download(self, client: records.ClientRecord, digest: str) -> None:
+        """Record that a client has received a whole file, if it is the model of its assignment or the step to it."""
+        coordinator = self.runner.coordinator
+        key = coordinator.assignment_of(client.client_id)
+        assignment = coordinator.find(key, client.client_id) if key is not None else None
+        if key is None or assignment is None:
+            return
+        base = await self.find_base(coordinator.jobs[key.job_id], assignment.base_version)
+        if digest in (base.digest, base.delta_digest):
+            self.downloads.record(assignment.id)
+
+    def _bytes_counter(self, client: records.ClientRecord, digest: str) -> Callable[[int], None]:
+        """Return a function that counts bytes of a file as sent to a client, for the job that it works for."""
+        coordinator = self.runner.coordinator
+        key = coordinator.assignment_of(client.client_id)
+        job = coordinator.jobs.get(key.job_id) if key is not None else None
+        form = "delta" if job is not None and digest == job.latest.delta_digest else "file"
+        return functools.partial(self._count_bytes, job, form)
+
+    def _count_bytes(self, job: JobState | None, form: str, num_bytes: int) -> None:
+        instruments = self.instruments
+        if job is None or disclosure_of(job.spec).shows_cohorts:
+            labels = instruments.jobs.of(job.job_id if job is not None else "")
+            instruments.model_bytes.labels(*labels, form).inc(num_bytes)

@@ -1,21 +1,29 @@
-"""Who calls the Fleet service, and for which assignment. Failed authentications are charged to their networks."""
+"""Who calls the Fleet service, and for which assignment; and the handlers with which a client gets an identity."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import secrets
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
+from typing_extensions import override
+
+from fedplat import wire
 from fedplat.rounds import Assignment, JobState
-from fedplat_server import errors, logs
-from fedplat_server.auth import addresses, authentication, client_directory, enrollment, rate_limits, tls
+from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc
+from fedplat_server import config, errors, logs
+from fedplat_server.auth import addresses, authentication, client_directory, rate_limits, tls
 from fedplat_server.auth.addresses import Origins
 from fedplat_server.coordination.runner import Runner
-from fedplat_server.database.clients import ClientRecord
+from fedplat_server.database import records, sql_audit, transactions
+from fedplat_server.database.records import ClientRecord
 from fedplat_server.database.sql_jobs import JobStore
+from fedplat_server.messages import validation
+from fedplat_server.records.audit import AuditAction, AuditEntry
 from fedplat_server.rpc import interceptor
-from fedplat_server.rpc.handlers import Context
+from fedplat_server.rpc.interceptor import Context
 
 _RENEWAL = "/fedplat.wire.v1.Fleet/RenewCertificate"
 """Its caller is authenticated by a signature only: a certificate must not be enough to get the next one."""
@@ -122,7 +130,7 @@ class AssignmentFinder:
         return self._coordinator.jobs[assignment.key.job_id]
 
     async def _look_up(self, client: ClientRecord, token: str) -> Assignment | None:
-        token_hash = enrollment.hash_secret(token)
+        token_hash = client_directory.hash_secret(token)
         key = self._coordinator.assignment_of(client.client_id)
         current = self._coordinator.find(key, client.client_id) if key is not None else None
         if current is not None and secrets.compare_digest(current.token_hash, token_hash):
@@ -137,3 +145,98 @@ def current_call(certified: str = "") -> authentication.ClientCall:
     """Return the unauthenticated call that this task serves."""
     incoming = interceptor.INCOMING.get()
     return authentication.ClientCall(incoming.method, incoming.metadata, incoming.request, certified)
+
+
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class EnrollmentService(fleet_pb2_grpc.FleetServicer):
+    """The methods that a client calls before it can check in."""
+
+    access: ClientAccess
+    authenticator: authentication.Authenticator
+    enrollments: client_directory.Enrollments
+    quotas: rate_limits.Quotas
+    limits: config.Limits
+    audit: sql_audit.AuditStore
+    issuer: tls.CertificateIssuer
+    mtls_port: int
+    """The port that requires client certificates; 0 without one."""
+
+    def __post_init__(self) -> None:
+        self._certified = rate_limits.RecentEntries()
+        self._certificates = transactions.BatchLoader(self._audit_certificates)
+
+    @override
+    async def GetChallenge(
+        self, request: fleet_pb2.GetChallengeRequest, context: Context
+    ) -> fleet_pb2.GetChallengeResponse:
+        validation.protocol_version(request.protocol_version)
+        self.quotas.challenge(self.access.network_of(context))
+        nonce = self.authenticator.challenge()
+        return fleet_pb2.GetChallengeResponse(protocol_version=wire.PROTOCOL_VERSION, nonce=nonce)
+
+    @override
+    async def Enroll(self, request: fleet_pb2.EnrollRequest, context: Context) -> fleet_pb2.EnrollResponse:
+        return await self.access.refund_proven(self._enroll(request, context), context)
+
+    async def _enroll(self, request: fleet_pb2.EnrollRequest, context: Context) -> fleet_pb2.EnrollResponse:
+        validation.protocol_version(request.protocol_version)
+        newcomer = client_directory.Newcomer(
+            population=validation.name(request.population, "population"),
+            labels=validation.labels(request.labels, self.limits),
+            software_version=validation.text(request.software_version, 100),
+            idempotency_key=validation.key(request.idempotency_key),
+            token=request.token,
+            public_key=request.public_key,
+        )
+        self.authenticator.require_proof(current_call(), newcomer.public_key)
+        self.quotas.require_anonymous(self.access.network_of(context))
+        record = await self.enrollments.enroll(newcomer)
+        return fleet_pb2.EnrollResponse(client_id=record.client_id)
+
+    @override
+    async def OpenSession(
+        self, request: fleet_pb2.OpenSessionRequest, context: Context
+    ) -> fleet_pb2.OpenSessionResponse:
+        return await self.access.refund_proven(self._open_session(request, context), context)
+
+    async def _open_session(
+        self, request: fleet_pb2.OpenSessionRequest, context: Context
+    ) -> fleet_pb2.OpenSessionResponse:
+        validation.protocol_version(request.protocol_version)
+        client_id = validation.client_id(request.client_id, errors.Code.CLIENT_UNKNOWN)
+        await self.authenticator.prove(current_call(), client_id)
+        self.quotas.session(client_id)
+        session_id = await self.authenticator.open_session(client_id)
+        return fleet_pb2.OpenSessionResponse(session_id=session_id)
+
+    @override
+    async def RenewCertificate(
+        self, request: fleet_pb2.RenewCertificateRequest, context: Context
+    ) -> fleet_pb2.RenewCertificateResponse:
+        client = await self.access.charge_failures(self.authenticator.authenticate_by_key(current_call()), context)
+        self.quotas.request(client.client_id)
+        issuer = self.issuer
+        issued = await asyncio.to_thread(issuer.issue, client, request.signing_request, listener=request.listener)
+        await self._audit_certificate(client)
+        return fleet_pb2.RenewCertificateResponse(
+            certificate=issued.certificate,
+            port=self.mtls_port,
+            valid_s=issuer.valid.total_seconds(),
+            authorities=issued.authorities,
+        )
+
+    async def _audit_certificate(self, client: records.ClientRecord) -> None:
+        """Audit a certificate before the client receives it, at most once an hour per client."""
+        if not self._certified.add(client.client_id, asyncio.get_running_loop().time()):
+            return
+        try:
+            await self._certificates.load(client.client_id)
+        except BaseException:
+            self._certified.forget(client.client_id)
+            raise
+
+    async def _audit_certificates(self, client_ids: Sequence[str]) -> Mapping[str, None]:
+        """Append the entries of many clients in one transaction: a whole fleet may renew at once."""
+        entries = [AuditEntry(name, AuditAction.CERTIFICATE_ISSUED, name) for name in client_ids]
+        await self.audit.append(entries)
+        return {}

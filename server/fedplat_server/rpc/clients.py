@@ -12,19 +12,18 @@ from typing_extensions import override
 from fedplat.rounds import Coordinator
 from fedplat.wire.auth import is_address
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
-from fedplat_server.auth import client_directory, enrollment
+from fedplat_server.auth import client_directory
 from fedplat_server.config import Limits
 from fedplat_server.coordination.availability import HOUR_S, KEEP_S, AvailabilityTracker, FleetCounter, FleetCounts
 from fedplat_server.coordination.progress import ProgressTracker
 from fedplat_server.coordination.revocation import EnrolledClients, Revocation
 from fedplat_server.coordination.runner import Runner
-from fedplat_server.database.clients import ClientFilter, ClientRecord, EnrollmentToken
-from fedplat_server.database.sql_clients import ClientStore
-from fedplat_server.database.sql_fleet import AvailabilityHour, FleetStore
+from fedplat_server.database.records import ClientFilter, ClientRecord, EnrollmentToken
+from fedplat_server.database.sql_clients import AvailabilityHour, ClientStore, FleetStore
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import convert, validation
 from fedplat_server.rpc import pages
-from fedplat_server.rpc.handlers import Context
+from fedplat_server.rpc.interceptor import Context
 from fedplat_server.rpc.operator_access import current_operator
 
 
@@ -36,7 +35,7 @@ class ClientsService(admin_pb2_grpc.ClientsServicer):
     runner: Runner
     limits: Limits
     clients: client_directory.ClientDirectory
-    enrollments: enrollment.Enrollments
+    enrollments: client_directory.Enrollments
     revocation: Revocation
     progress: ProgressTracker
     fleet: FleetView

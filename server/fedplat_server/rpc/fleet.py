@@ -1,4 +1,4 @@
-"""The handlers of the Fleet service (`fleet.proto`) that take the work of clients: files, reports and steps."""
+"""The handlers of the Fleet service (`fleet.proto`) for clients that work: heartbeats, files, reports and steps."""
 
 from __future__ import annotations
 
@@ -11,17 +11,24 @@ from weakref import WeakValueDictionary
 from typing_extensions import override
 
 from fedplat import rounds
-from fedplat.rounds import Assignment
+from fedplat.rounds import Assignment, events, states
 from fedplat.rounds.states import Reason
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc
 from fedplat_server import config, errors
 from fedplat_server.auth.rate_limits import Quotas
-from fedplat_server.coordination.conflicts import Conflicts
-from fedplat_server.coordination.long_polls import RETRY_SOON
-from fedplat_server.database.clients import ClientRecord
+from fedplat_server.config import Limits
+from fedplat_server.coordination.long_polls import RETRY_SOON, LongPolls
+from fedplat_server.coordination.progress import Downloads, ProgressTracker
+from fedplat_server.coordination.revocation import Conflicts
+from fedplat_server.coordination.runner import Runner
+from fedplat_server.database.records import ClientRecord
+from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import convert, streams, validation
-from fedplat_server.protocols import half, registry, steps
-from fedplat_server.rpc import client_access, client_models, handlers, report_intake
+from fedplat_server.protocols import half, registry
+from fedplat_server.protocols.relay import MISSED_HEARTBEATS
+from fedplat_server.rpc import check_in, client_access, interceptor, report_intake
+from fedplat_server.rpc.client_access import AssignmentFinder, ClientAccess
+from fedplat_server.rpc.interceptor import Context
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
@@ -34,7 +41,7 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
     limits: config.Limits
     halves: registry.ServerHalves
     intake: report_intake.ReportIntake
-    models: client_models.ClientModels
+    models: check_in.ClientModels
     conflicts: Conflicts
 
     def __post_init__(self) -> None:
@@ -43,7 +50,7 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
     # Download and Upload do not use the generated message classes, which copy file contents: see `serving`.
     @override
     async def Download(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, request: fleet_pb2.DownloadRequest, context: handlers.Context
+        self, request: fleet_pb2.DownloadRequest, context: interceptor.Context
     ) -> AsyncIterator[bytes]:
         client = await self.access.begin_call(context)
         if request.sender:
@@ -62,7 +69,7 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
 
     @override
     async def Upload(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, request_iterator: AsyncIterator[streams.UploadMessage], context: handlers.Context
+        self, request_iterator: AsyncIterator[streams.UploadMessage], context: interceptor.Context
     ) -> fleet_pb2.UploadResponse:
         messages = streams.enforce_min_rate(request_iterator, self.limits)
         first = await anext(messages, None)  # before the client is authenticated: its signature covers this message
@@ -77,7 +84,7 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
 
     @override
     async def QueryUpload(
-        self, request: fleet_pb2.QueryUploadRequest, context: handlers.Context
+        self, request: fleet_pb2.QueryUploadRequest, context: interceptor.Context
     ) -> fleet_pb2.QueryUploadResponse:
         client = await self.access.begin_call(context)
         assignment = await self.finder.find_busy(client, request.token)
@@ -89,7 +96,7 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
         return fleet_pb2.QueryUploadResponse(received_bytes=received)
 
     @override
-    async def Report(self, request: fleet_pb2.ReportRequest, context: handlers.Context) -> fleet_pb2.ReportResponse:
+    async def Report(self, request: fleet_pb2.ReportRequest, context: interceptor.Context) -> fleet_pb2.ReportResponse:
         client = await self.access.begin_call(context)
         # One report of a client at a time: a duplicate waits for the first, and then gets the same receipt.
         async with self._report_locks.setdefault(client.client_id, asyncio.Lock()):
@@ -114,13 +121,68 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
         )
 
     @override
-    async def Step(self, request: fleet_pb2.StepRequest, context: handlers.Context) -> fleet_pb2.StepResponse:
+    async def Step(self, request: fleet_pb2.StepRequest, context: interceptor.Context) -> fleet_pb2.StepResponse:
         client = await self.access.begin_call(context)
         assignment = await self.finder.find(client, request.token)
         if assignment is None:
-            return steps.refuse()
+            return half.refuse_step()
         return await self._half_of(assignment).take_step(client, assignment, request)
 
     def _half_of(self, assignment: Assignment) -> half.ServerHalf:
         """Return the half of the training of an assignment's job."""
         return self.halves.training_of(self.finder.job_of(assignment).spec)
+
+
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class WorkingClientsService(fleet_pb2_grpc.FleetServicer):
+    """The methods with which clients show that they work on their assignments, or do not any more."""
+
+    access: ClientAccess
+    finder: AssignmentFinder
+    limits: Limits
+    runner: Runner
+    long_polls: LongPolls
+    progress: ProgressTracker
+    downloads: Downloads
+
+    @override
+    async def Fail(self, request: fleet_pb2.FailRequest, context: Context) -> fleet_pb2.FailResponse:
+        client = await self.access.begin_call(context)
+        reason = convert.reason_from_wire(request.reason)
+        if reason is None or reason not in states.FAILURES:
+            raise RefusedError(
+                Code.INVALID_REQUEST, f"expected one of {', '.join(sorted(states.FAILURES))} as the reason of a failure"
+            )
+        assignment = await self.finder.find(client, request.token)
+        if assignment is not None and assignment.is_busy:
+            text = validation.text(request.text, self.limits.max_text)
+            await self.runner.submit(events.AssignmentFailed(*assignment.id, reason, text, client.session_number))
+        return fleet_pb2.FailResponse()
+
+    @override
+    async def Heartbeat(self, request: fleet_pb2.HeartbeatRequest, context: Context) -> fleet_pb2.HeartbeatResponse:
+        client = await self.access.begin_call(context)
+        progress = validation.progress(request.progress)
+        assignment = await self.finder.find(client, request.token)
+        if assignment is None:
+            return fleet_pb2.HeartbeatResponse(stop=convert.refusal(states.Reason.STALE, RETRY_SOON))
+        if assignment.is_busy:
+            self.progress.record(assignment, progress)
+            if progress > 0.0:  # it works: it has the model, perhaps from its cache
+                self.downloads.record(assignment.id)
+            wait_s = validation.wait_s(request.wait_s, self.limits)
+            with self.long_polls.open_heartbeat(*assignment.id) as stopped, contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stopped.wait(), wait_s)
+            await self.access.require(client)
+            assignment = await self.finder.find(client, request.token)
+        if assignment is not None and assignment.is_busy:
+            remaining_s = max(assignment.deadline_at - self.runner.now, 0.0)
+            uploading = assignment.state is states.AssignmentState.UPLOADING
+            proceed = fleet_pb2.Continue(remaining_s=remaining_s, uploading=uploading)
+            return fleet_pb2.HeartbeatResponse(proceed=proceed)
+        if assignment is not None:
+            job_id, now = assignment.key.job_id, self.runner.now
+            heartbeat_s = self.finder.job_of(assignment).spec.deadlines.heartbeat_s
+            self.progress.record_overdue(client.client_id, job_id, now + MISSED_HEARTBEATS * heartbeat_s)
+        reason = (assignment.reason if assignment is not None else None) or states.Reason.STALE
+        return fleet_pb2.HeartbeatResponse(stop=convert.refusal(reason, RETRY_SOON))

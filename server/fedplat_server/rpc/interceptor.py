@@ -1,16 +1,21 @@
-"""The interceptor of every call: limits the size of its messages, and translates exceptions to gRPC statuses."""
+"""Every call: the limits of its messages, exceptions as gRPC statuses, and handlers of any arity.
+
+gRPC receives the request of a unary method in full before it calls the handler. The handler of a streaming method reads
+requests itself, so a call can be checked before its first message is in memory. On the wire both are the same.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
+import inspect
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Mapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from urllib.parse import quote, unquote
 
 import grpc
@@ -24,11 +29,60 @@ from fedplat.secure_aggregation import messages
 from fedplat.wire import auth
 from fedplat_server import errors, logs
 from fedplat_server.instruments import Instruments, method_label
-from fedplat_server.rpc import handlers
-from fedplat_server.rpc.handlers import Behavior, Context, Handler
 
 if TYPE_CHECKING:
     from fedplat_server.tracing.provider import Tracing
+
+
+Context: TypeAlias = "aio.ServicerContext[Any, Any]"  # a string: generic for the type checker only
+Handler: TypeAlias = Any  # grpc.RpcMethodHandler, generic for the type checker only
+Behavior: TypeAlias = Callable[[Any, Any], Any]
+"""A handler's function of its request or requests and the context; it returns a response, or yields several."""
+Wrapper: TypeAlias = Callable[[Behavior], Behavior]
+
+
+class StartedRequests:
+    """The requests of a call whose first request has been received."""
+
+    def __init__(self, first: Any, rest: AsyncIterator[Any]) -> None:
+        self.first = first
+        self._rest = rest
+        self._is_at_start = True
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        if self._is_at_start:
+            self._is_at_start = False
+            return self.first
+        return await anext(self._rest)
+
+
+def wrap_handler(
+    handler: Handler, deserialize: Callable[[bytes], Any] | None, wrap_returning: Wrapper, wrap_yielding: Wrapper
+) -> Handler:
+    """Return a handler of the same method that accepts a stream of requests, with a wrapped behavior.
+
+    `wrap_yielding` is for behaviors that are async generators, `wrap_returning` for all others: those that return their
+    response, and those that write their responses to the context, as the health service does. The wrapper must call
+    the behavior with `StartedRequests`; a behavior of one request receives the first of them.
+    """
+    behavior = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    wrapper = wrap_yielding if inspect.isasyncgenfunction(behavior) else wrap_returning
+    make = grpc.stream_stream_rpc_method_handler if handler.response_streaming else grpc.stream_unary_rpc_method_handler
+    return make(
+        wrapper(behavior if handler.request_streaming else _on_first(behavior)),
+        request_deserializer=deserialize,
+        response_serializer=handler.response_serializer,
+    )
+
+
+def _on_first(behavior: Behavior) -> Behavior:
+    def on_first(requests: StartedRequests, context: Any) -> Any:
+        return behavior(requests.first, context)
+
+    return on_first
 
 
 MAX_QUOTED = 6000
@@ -64,7 +118,7 @@ def _wrap(handler: Handler, method: str, *, duration: Histogram, tracing: Tracin
     assert handler.request_streaming, f"{method} would receive a message before the call is admitted"
     tracing = tracing if method.startswith(_TRACED) else None
     observe = functools.partial(_observe, functools.partial(_measure, duration, method_label(method)), tracing)
-    return handlers.wrap(
+    return wrap_handler(
         handler,
         _decoder(handler.request_deserializer, max_bytes(method)),
         functools.partial(_wrap_returning, method=method, observe=observe),

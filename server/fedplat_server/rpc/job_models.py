@@ -13,13 +13,13 @@ from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, model_pb2
 from fedplat_server.auth.rate_limits import RecentEntries
 from fedplat_server.config import Limits
 from fedplat_server.coordination.runner import Runner
-from fedplat_server.database.jobs import VersionRecord
+from fedplat_server.database.records import VersionRecord
 from fedplat_server.database.store import Store
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import convert, streams
 from fedplat_server.records import audit
 from fedplat_server.records.audit import AuditEntry
-from fedplat_server.rpc import handlers, job_registry, job_view, operator_access, pages
+from fedplat_server.rpc import interceptor, job_registry, job_view, operator_access, pages
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.read_cache import Chunks
 
@@ -43,7 +43,7 @@ class JobModelsService(admin_pb2_grpc.JobsServicer):
 
     @override
     async def UploadModel(
-        self, request_iterator: AsyncIterator[admin_pb2.UploadModelRequest], context: handlers.Context
+        self, request_iterator: AsyncIterator[admin_pb2.UploadModelRequest], context: interceptor.Context
     ) -> admin_pb2.UploadModelResponse:
         limits = self.limits
         parts = (part.data async for part in streams.enforce_min_rate(request_iterator, limits))
@@ -55,7 +55,7 @@ class JobModelsService(admin_pb2_grpc.JobsServicer):
 
     @override
     async def ListModelVersions(
-        self, request: admin_pb2.ListModelVersionsRequest, context: handlers.Context
+        self, request: admin_pb2.ListModelVersionsRequest, context: interceptor.Context
     ) -> admin_pb2.ListModelVersionsResponse:
         state = self.jobs.find(request.job).state
         size, last = pages.size(request.page_size), pages.numbers(request.page_token, pages.NUMBER)
@@ -72,7 +72,7 @@ class JobModelsService(admin_pb2_grpc.JobsServicer):
 
     @override
     async def ExportModel(
-        self, request: admin_pb2.ExportModelRequest, context: handlers.Context
+        self, request: admin_pb2.ExportModelRequest, context: interceptor.Context
     ) -> AsyncIterator[admin_pb2.ExportModelResponse]:
         job = self.jobs.find(request.job).state
         number = request.version if request.HasField("version") else job.latest.version
@@ -84,7 +84,7 @@ class JobModelsService(admin_pb2_grpc.JobsServicer):
 
     @override
     async def RollbackJob(
-        self, request: admin_pb2.RollbackJobRequest, context: handlers.Context
+        self, request: admin_pb2.RollbackJobRequest, context: interceptor.Context
     ) -> admin_pb2.RollbackJobResponse:
         job = self.jobs.find(request.job).state
         record = await self._find_version(job, request.version)

@@ -10,7 +10,7 @@ from fedplat.rounds import AssignmentId, Change, JobState, Participation
 from fedplat.rounds.protocols.base import protocol_of
 from fedplat.rounds.states import ENDED_JOBS
 from fedplat_server.coordination.runner import Runner
-from fedplat_server.database.jobs import JobRecord
+from fedplat_server.database.records import JobRecord
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.rpc.operator_access import current_operator
 

@@ -12,14 +12,14 @@ from fedplat.rounds import AttemptKey, JobState, privacy_rules, states
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
 from fedplat_server.coordination.progress import ProgressTracker
 from fedplat_server.coordination.runner import Runner
-from fedplat_server.database.jobs import AttemptFilter, AttemptRecord
+from fedplat_server.database.records import AttemptFilter, AttemptRecord
 from fedplat_server.database.sql_assignments import AssignmentRecord
 from fedplat_server.database.store import Store
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import convert, validation
-from fedplat_server.rpc import job_registry, job_view, pages, round_details
-from fedplat_server.rpc.handlers import Context
-from fedplat_server.rpc.round_details import ProgressEvents
+from fedplat_server.rpc import job_registry, job_view, pages
+from fedplat_server.rpc.interceptor import Context
+from fedplat_server.rpc.job_view import ProgressEvents
 from fedplat_server.training.evaluation import EvaluationScheduler
 
 
@@ -96,12 +96,12 @@ class JobRoundsService(admin_pb2_grpc.JobsServicer):
         last, record = await self._find_attempt(job, request)
         (message,) = await self.view.rounds(job.job_id, [record])
         outcomes = await store.assignments.list_outcomes(record.key)
-        groups = await store.assignments.count_labels(record.key, round_details.MAX_LABEL_SETS)
+        groups = await store.assignments.count_labels(record.key, job_view.MAX_LABEL_SETS)
         is_private = not privacy_rules.disclosure_of(job.spec).shows_clients
         return admin_pb2.RoundDetails(
             round=message,
-            reasons=round_details.reasons(outcomes),
-            labels=await asyncio.to_thread(round_details.labels, groups, is_private=is_private),
+            reasons=job_view.show_reasons(outcomes),
+            labels=await asyncio.to_thread(job_view.show_labels, groups, is_private=is_private),
             num_attempts=last.key.number,
         )
 
@@ -110,16 +110,16 @@ class JobRoundsService(admin_pb2_grpc.JobsServicer):
         self, request: admin_pb2.ListAssignmentsRequest, context: Context
     ) -> admin_pb2.ListAssignmentsResponse:
         store = self.store.assignments
-        size, after = pages.size(request.page_size), round_details.parse_place(request.page_token)
-        which = round_details.parse_filter(request, self.jobs)
+        size, after = pages.size(request.page_size), job_view.parse_place(request.page_token)
+        which = job_view.parse_filter(request, self.jobs)
         records = await store.list_assignments(which, after=after, limit=size + 1)
 
         def encode(record: AssignmentRecord) -> admin_pb2.AssignmentDetails:
             current = self.runner.coordinator.find(*record.assignment.id)
             progress = self.progress.get(current) if current is not None else None
-            return round_details.assignment(record, self.jobs.state(record.place.job_id).spec, progress)
+            return job_view.show_assignment(record, self.jobs.state(record.place.job_id).spec, progress)
 
-        page, token = pages.cut(records, size, encode, lambda record: round_details.format_place(record.place))
+        page, token = pages.cut(records, size, encode, lambda record: job_view.format_place(record.place))
         total = len(page) if not (after or token) else await store.count_assignments(which)
         return admin_pb2.ListAssignmentsResponse(assignments=page, next_page_token=token, total=total)
 

@@ -18,11 +18,11 @@ from fedplat.rounds import JobState, ModelVersion
 from fedplat.rounds.events import JobAction, OperatorCommand, SpecChanged
 from fedplat.rounds.states import ENDED_JOBS, JobStatus
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
-from fedplat_server.auth.enrollment import new_id
+from fedplat_server.auth.client_directory import new_id
 from fedplat_server.coordination import job_checks
-from fedplat_server.coordination.budgets import Budgets
+from fedplat_server.coordination.job_checks import Budgets
 from fedplat_server.coordination.runner import Runner
-from fedplat_server.database.jobs import JobRecord
+from fedplat_server.database.records import JobRecord
 from fedplat_server.database.store import Store
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import convert, validation
@@ -30,7 +30,7 @@ from fedplat_server.protocols.registry import ServerHalves
 from fedplat_server.records import audit
 from fedplat_server.records.audit import AuditEntry
 from fedplat_server.rpc import pages
-from fedplat_server.rpc.handlers import Context
+from fedplat_server.rpc.interceptor import Context
 from fedplat_server.rpc.job_registry import JobRegistry
 from fedplat_server.rpc.job_view import JobView
 from fedplat_server.rpc.operator_access import current_operator
@@ -59,14 +59,14 @@ class JobFiles:
 
     async def read(self, text: str) -> JobSpec:
         """Return the job of a new file. Raises `RefusedError` if it is not valid, or this server cannot run it."""
-        spec = await self._run_alone(job_checks.parse, text, self.max_bytes, self.plugins)
+        spec = await self._run_alone(job_checks.parse_submitted, text, self.max_bytes, self.plugins)
         job_checks.check_is_runnable(spec, self.evaluators, self.trainers)
         await self.halves.training_of(spec).check_job(spec)
         return spec
 
     async def change(self, text: str, changes: Sequence[str]) -> tuple[str, JobSpec]:
         """Return a file with other values of keys that may change, and its job. Raises `RefusedError`."""
-        return await asyncio.to_thread(job_checks.change, text, changes, self.max_bytes, self.plugins)
+        return await asyncio.to_thread(job_checks.change_submitted, text, changes, self.max_bytes, self.plugins)
 
     async def _run_alone(self, function: Callable[..., _Result], *arguments: object) -> _Result:
         """Run a function in a thread, one at a time, also if its call has ended: a thread cannot be cancelled."""

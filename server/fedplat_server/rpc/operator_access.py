@@ -24,9 +24,8 @@ from fedplat_server import logs
 from fedplat_server.auth import addresses, rate_limits
 from fedplat_server.database.sql_audit import OperatorStore
 from fedplat_server.errors import Code, RefusedError
-from fedplat_server.records.audit import AuditAction, AuditEntry
-from fedplat_server.records.operators import OperatorRecord, Role, hash_token, looks_like_token
-from fedplat_server.rpc.handlers import Context
+from fedplat_server.records.audit import AuditAction, AuditEntry, OperatorRecord, Role, hash_token, looks_like_token
+from fedplat_server.rpc.interceptor import Context
 
 _operator: contextvars.ContextVar[OperatorRecord] = contextvars.ContextVar("operator")
 

@@ -26,12 +26,12 @@ from fedplat_server.database.store import Store
 from fedplat_server.errors import Code, ConfigError, LastAdminError, OperatorError, RefusedError
 from fedplat_server.instruments import FullWrites
 from fedplat_server.messages import convert, validation
-from fedplat_server.records import audit, operators
+from fedplat_server.records import audit
+from fedplat_server.records.audit import OperatorRecord
 from fedplat_server.records.events import Alert, Severity
 from fedplat_server.records.lease import Lease
-from fedplat_server.records.operators import OperatorRecord
 from fedplat_server.rpc import pages
-from fedplat_server.rpc.handlers import Context
+from fedplat_server.rpc.interceptor import Context
 from fedplat_server.rpc.operator_access import current_operator, current_role
 
 MAX_ALERTS = 100
@@ -105,14 +105,14 @@ class OperatorsService(admin_pb2_grpc.OperatorsServicer):
         self, request: admin_pb2.AddOperatorRequest, context: Context
     ) -> admin_pb2.AddOperatorResponse:
         try:
-            name, role = operators.checked_name(request.name), operators.parse_role(request.role)
+            name, role = audit.checked_name(request.name), audit.parse_role(request.role)
         except ConfigError as exc:
             raise RefusedError(Code.INVALID_REQUEST, str(exc)) from exc
         if not (math.isfinite(request.expires_in_s) and request.expires_in_s >= 0):
             raise RefusedError(Code.INVALID_REQUEST, f"expires_in_s is {request.expires_in_s}; expected 0 or more")
         now = time.time()
         record = OperatorRecord(name, role, now, now + request.expires_in_s if request.expires_in_s else None)
-        token, token_hash = operators.new_operator_token()
+        token, token_hash = audit.new_operator_token()
         entry = audit.AuditEntry(current_operator(), audit.AuditAction.OPERATOR_ADDED, name, {"role": role})
         try:
             await self.store.operators.add_operator(record, token_hash, [entry])
@@ -133,7 +133,7 @@ class OperatorsService(admin_pb2_grpc.OperatorsServicer):
     async def RemoveOperator(
         self, request: admin_pb2.RemoveOperatorRequest, context: Context
     ) -> admin_pb2.RemoveOperatorResponse:
-        if not operators.is_name(request.name):
+        if not audit.is_name(request.name):
             raise RefusedError(Code.NO_SUCH_OPERATOR, repr(request.name[:80]))
         entry = audit.AuditEntry(current_operator(), audit.AuditAction.OPERATOR_REMOVED, request.name)
         try:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from google.protobuf.message import Message
 
-from fedplat_server.database.jobs import spaced_positions
+from fedplat_server.database.records import spaced_positions
 from fedplat_server.errors import Code, RefusedError
 
 MAX_ROWS = 250

@@ -13,14 +13,14 @@ from fedplat.privacy import Charge
 from fedplat.privacy.options import adjacency, describe_not_covered, describe_participation, describe_sampling
 from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
-from fedplat_server.coordination import budgets
-from fedplat_server.coordination.budgets import Budgets
-from fedplat_server.database import ledger, sql_ledger
-from fedplat_server.database.jobs import JobRecord
+from fedplat_server.coordination import job_checks
+from fedplat_server.coordination.job_checks import Budgets
+from fedplat_server.database import records, sql_ledger
+from fedplat_server.database.records import JobRecord
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import convert, validation
 from fedplat_server.records.audit import AuditAction, AuditEntry
-from fedplat_server.rpc import handlers, job_registry, pages
+from fedplat_server.rpc import interceptor, job_registry, pages
 from fedplat_server.rpc.operator_access import current_operator
 
 MAX_EPSILON = 1e6
@@ -37,7 +37,7 @@ class PrivacyService(admin_pb2_grpc.PrivacyServicer):
 
     @override
     async def ShowPrivacy(
-        self, request: admin_pb2.ShowPrivacyRequest, context: handlers.Context
+        self, request: admin_pb2.ShowPrivacyRequest, context: interceptor.Context
     ) -> admin_pb2.ShowPrivacyResponse:
         if request.job:
             record = self._jobs.find(request.job)
@@ -51,7 +51,7 @@ class PrivacyService(admin_pb2_grpc.PrivacyServicer):
 
     @override
     async def SetPrivacyBudget(
-        self, request: admin_pb2.SetPrivacyBudgetRequest, context: handlers.Context
+        self, request: admin_pb2.SetPrivacyBudgetRequest, context: interceptor.Context
     ) -> admin_pb2.PopulationPrivacy:
         name = validation.name(request.population, "population")
         if not 0.0 < request.epsilon <= MAX_EPSILON:
@@ -62,12 +62,12 @@ class PrivacyService(admin_pb2_grpc.PrivacyServicer):
             raise RefusedError(Code.INVALID_REQUEST, text)
         terms = {"epsilon": request.epsilon, "delta": request.delta}
         entry = AuditEntry(current_operator(), AuditAction.BUDGET_SET, name, terms)
-        population = await self._budgets.set(name, ledger.Budget(**terms), [entry])
+        population = await self._budgets.set(name, records.Budget(**terms), [entry])
         return await self._budgets.accountant.run(_population, population)
 
     @override
     async def RemovePrivacyBudget(
-        self, request: admin_pb2.RemovePrivacyBudgetRequest, context: handlers.Context
+        self, request: admin_pb2.RemovePrivacyBudgetRequest, context: interceptor.Context
     ) -> admin_pb2.RemovePrivacyBudgetResponse:
         name = validation.name(request.population, "population")
         await self._budgets.remove(name, [AuditEntry(current_operator(), AuditAction.BUDGET_REMOVED, name)])
@@ -75,7 +75,7 @@ class PrivacyService(admin_pb2_grpc.PrivacyServicer):
 
 
 def _page(
-    records: Sequence[JobRecord], populations: Sequence[ledger.Population], after: str, size: int
+    records: Sequence[JobRecord], populations: Sequence[records.Population], after: str, size: int
 ) -> admin_pb2.ShowPrivacyResponse:
     """Return a page of the jobs, then of the populations. Computes the costs of this page only: each is slow."""
     accounts = {account.job_id: account for population in populations for account in population.accounts}
@@ -96,7 +96,7 @@ def _page(
     )
 
 
-def _job(record: JobRecord, account: ledger.Account) -> admin_pb2.JobPrivacy:
+def _job(record: JobRecord, account: records.Account) -> admin_pb2.JobPrivacy:
     state = record.state
     message = admin_pb2.JobPrivacy(
         job_id=state.job_id,
@@ -110,7 +110,7 @@ def _job(record: JobRecord, account: ledger.Account) -> admin_pb2.JobPrivacy:
     return message
 
 
-def _terms(spec: JobSpec, planned: Charge, account: ledger.Account) -> admin_pb2.JobPrivacy:
+def _terms(spec: JobSpec, planned: Charge, account: records.Account) -> admin_pb2.JobPrivacy:
     options, mechanism, adaptive = spec.privacy, planned.mechanism, spec.updates.adaptive_clip
     assert options is not None
     return admin_pb2.JobPrivacy(
@@ -130,7 +130,7 @@ def _terms(spec: JobSpec, planned: Charge, account: ledger.Account) -> admin_pb2
     )
 
 
-def _population(population: ledger.Population) -> admin_pb2.PopulationPrivacy:
+def _population(population: records.Population) -> admin_pb2.PopulationPrivacy:
     budget, num_private = population.budget, _num_private(population)
     return admin_pb2.PopulationPrivacy(
         population=population.name,
@@ -142,13 +142,13 @@ def _population(population: ledger.Population) -> admin_pb2.PopulationPrivacy:
     )
 
 
-def _num_private(population: ledger.Population) -> int:
+def _num_private(population: records.Population) -> int:
     return sum(account.is_private for account in population.accounts)
 
 
 def _cost(charges: tuple[Charge, ...], delta: float) -> admin_pb2.PrivacyCost:
-    epsilon = budgets.epsilon(charges, delta)
+    epsilon = job_checks.epsilon(charges, delta)
     # If epsilon is infinite, the RDP bound is useless as a check, and perhaps cannot be computed.
-    epsilon_rdp = budgets.epsilon_rdp(charges, delta) if math.isfinite(epsilon) else math.inf
+    epsilon_rdp = job_checks.epsilon_rdp(charges, delta) if math.isfinite(epsilon) else math.inf
     releases = sum(charge.releases for charge in charges)
     return admin_pb2.PrivacyCost(releases=releases, epsilon=epsilon, epsilon_rdp=epsilon_rdp)

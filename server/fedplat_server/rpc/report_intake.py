@@ -21,8 +21,8 @@ from fedplat.wire.v1 import fleet_pb2
 from fedplat_server import config, errors, logs
 from fedplat_server.auth.rate_limits import Quotas
 from fedplat_server.coordination.runner import Runner
-from fedplat_server.messages import memory, streams, validation
-from fedplat_server.messages.memory import UploadMemory
+from fedplat_server.messages import streams, validation
+from fedplat_server.messages.streams import UploadMemory
 from fedplat_server.protocols.half import ServerHalf, Validate
 from fedplat_server.protocols.registry import ServerHalves
 from fedplat_server.rpc.client_access import AssignmentFinder
@@ -65,7 +65,7 @@ class ReportIntake:
         started = await self.runner.submit(events.UploadStarted(*assignment.id))
         if not started.accepted:
             raise errors.RefusedError(errors.Code.STALE_ASSIGNMENT, started.text or started.reason or "")
-        size_bytes = min(max(header.size_bytes - header.offset, 0), memory.UPLOAD_BYTES)
+        size_bytes = min(max(header.size_bytes - header.offset, 0), streams.UPLOAD_BYTES)
 
         async def contents() -> AsyncIterator[durable.Bytes]:
             async for part in messages:

@@ -33,8 +33,8 @@ from fedplat_server.instruments import Instruments
 from fedplat_server.messages.streams import UploadMessage
 from fedplat_server.rpc import interceptor, operator_access
 from fedplat_server.rpc.admission import FLEET, Admission, OpenAdmission, Reads
-from fedplat_server.rpc.handlers import Handler
-from fedplat_server.rpc.routing.router import Collector, LocalRoute, PortReservation, Router
+from fedplat_server.rpc.interceptor import Handler
+from fedplat_server.rpc.router import Collector, LocalRoute, PortReservation, Router
 
 if TYPE_CHECKING:
     from fedplat_server.tracing.provider import Tracing

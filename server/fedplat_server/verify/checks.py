@@ -11,7 +11,7 @@ from fedplat.job import find_mechanism, plan_charge, privacy, secure
 from fedplat.rounds import invariants
 from fedplat.rounds.invariants import Check, attempts, jobs
 from fedplat.rounds.invariants.records import JobUnit, Location, StoredJob, Violation
-from fedplat_server.database.ledger import encode_mechanism
+from fedplat_server.database.records import encode_mechanism
 from fedplat_server.records import audit
 from fedplat_server.records.audit import AuditHead, AuditRow
 

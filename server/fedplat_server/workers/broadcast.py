@@ -1,4 +1,4 @@
-"""Broadcast of events from rank 0 to the other ranks: the same events in the same order, over one socket per rank.
+"""Rank 0's gRPC server, and the broadcast of its events to the other ranks: the same ones in the same order.
 
 It uses no collective: a pool may be idle for days, and a waiting collective times out. Nor PyTorch's key-value store:
 it is open to every user of the host, and its files only grow. Ranks of one host connect to a Unix socket in a folder of
@@ -8,19 +8,26 @@ encrypted in both cases. Messages are framed by `multiprocessing.connection`, an
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import secrets
 import socket
 import struct
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Literal, TypeVar
 
+import grpc
 import msgspec
 
 from fedplat.config.decoding import prepare_type
 from fedplat.pytorch.distributed import Backend, Ranks
-from fedplat_server.workers import encryption, protocol
+from fedplat_server.workers import protocol
 from fedplat_server.workers.protocol import TaskRefusal
 
 _MAX_GREETING_BYTES = 1024
@@ -66,7 +73,7 @@ class Broadcast:
     def __init__(self, ranks: Ranks, key: bytes, folder: Path | None = None) -> None:
         """Connect the ranks.
 
-        `key` is the pool's secret (`encryption.py`). `folder` is for ranks of one host: a folder that only their user
+        `key` is the pool's secret (`protocol.py`). `folder` is for ranks of one host: a folder that only their user
         can open. A single rank needs neither. Raises `LostRankError` if a rank does not connect in time.
         """
         self._rank = ranks.rank
@@ -79,11 +86,11 @@ class Broadcast:
                 with _listen(folder) as listener:
                     address = _Address(secrets.token_bytes(16), 0 if folder else listener.getsockname()[1])
                     ranks.broadcast(msgspec.msgpack.encode(address))
-                    self._cipher = encryption.GroupCipher(key, address.group)
+                    self._cipher = protocol.GroupCipher(key, address.group)
                     self._connections = self._accept_all(listener, ranks.size)
             else:
                 address = msgspec.msgpack.decode(ranks.broadcast(), type=prepare_type(_Address))
-                self._cipher = encryption.GroupCipher(key, address.group)
+                self._cipher = protocol.GroupCipher(key, address.group)
                 self._connections = [_connect(folder, address.port)]
                 self._send(_Greeting(ranks.rank), 0)
         except OSError as exc:
@@ -190,3 +197,92 @@ def _connect(folder: Path | None, port: int) -> Connection:
             peer.connect(name)
     peer.settimeout(None)
     return Connection(peer.detach())
+
+
+CANCEL_S = 5.0
+"""How long a cancelled task may keep running; then the process ends, and torchrun restarts the ranks."""
+MAX_OPEN_TASKS = 1000
+"""Each open task occupies a thread of the server, which waits for its responses."""
+_FLUSH_S = 10.0
+
+
+class Rank0Listener:
+    """Serves at a socket that only its user can open. `events` is the queue of the events of all calls."""
+
+    def __init__(self, path: Path, info: protocol.WorkerInfo) -> None:
+        self.events: SimpleQueue[TaskEvent] = SimpleQueue()
+        self.running: int | None = None
+        self._task_ids = itertools.count()
+        self._responses: dict[int, SimpleQueue[protocol.Response | None]] = {}
+        self._info = info
+        methods = {
+            "Describe": grpc.unary_unary_rpc_method_handler(self._describe, None, msgspec.msgpack.encode),
+            "Run": grpc.stream_stream_rpc_method_handler(self._run, None, msgspec.msgpack.encode),
+        }
+        threads = ThreadPoolExecutor(MAX_OPEN_TASKS, thread_name_prefix="task")
+        handler = grpc.method_handlers_generic_handler(protocol.SERVICE, methods)
+        self._server = grpc.server(threads, [handler], options=protocol.OPTIONS)
+        path.unlink(missing_ok=True)  # left by an earlier group
+        with protocol.short_path(path) as name:
+            self._server.add_insecure_port(f"unix:{name}")
+            os.chmod(name, 0o600)
+        self._server.start()
+
+    def send(self, task: int, response: protocol.Response) -> None:
+        """Send a response to the daemon, unless its call has ended."""
+        if (responses := self._responses.get(task)) is not None:
+            responses.put(response)
+
+    def finish(self, task: int, response: protocol.Response) -> None:
+        """Send the last response of a task."""
+        if (responses := self._responses.pop(task, None)) is not None:
+            responses.put(response)
+            responses.put(None)
+
+    def refuse_all(self, refusal: protocol.TaskRefusal) -> None:
+        """Refuse all open tasks and further calls; return when the daemon has received the reason."""
+        for task in list(self._responses):
+            self.finish(task, refusal)
+        self._server.stop(_FLUSH_S).wait()
+
+    def _describe(self, request: bytes, context: grpc.ServicerContext) -> protocol.WorkerInfo:
+        return self._info
+
+    def _run(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[protocol.Response]:
+        start = msgspec.msgpack.decode(next(requests), type=prepare_type(protocol.StartTask))
+        task = next(self._task_ids)
+        responses = self._responses[task] = SimpleQueue[protocol.Response | None]()
+        self.events.put(TaskEvent(task, "start", start.request, start.name, start.backend))
+        receiving = threading.Thread(target=self._receive, args=(task, requests), name=f"messages {task}", daemon=True)
+        receiving.start()
+        if not context.add_callback(lambda: self._cancel(task)):  # the call has ended already
+            self._cancel(task)
+        return _respond(responses, receiving)
+
+    def _receive(self, task: int, messages: Iterator[bytes]) -> None:
+        with contextlib.suppress(grpc.RpcError):  # the daemon is gone, or has cancelled the task
+            for message in messages:
+                self.events.put(TaskEvent(task, "message", message))
+            self.events.put(TaskEvent(task, "end"))
+
+    def _cancel(self, task: int) -> None:
+        """Cancel a task whose call has ended, if it is not finished."""
+        if (responses := self._responses.pop(task, None)) is not None:
+            responses.put(None)
+            self.events.put(TaskEvent(task, "cancel"))
+            threading.Timer(CANCEL_S, self._end_if_running, (task,)).start()
+
+    def _end_if_running(self, task: int) -> None:
+        if self.running == task:
+            os._exit(1)
+
+
+def _respond(
+    responses: SimpleQueue[protocol.Response | None], receiving: threading.Thread
+) -> Iterator[protocol.Response]:
+    """Yield the responses of a task, and wait until the daemon ends its messages, which it does after the last one.
+
+    A connection that closes while the daemon writes takes with it what the daemon has not read yet.
+    """
+    yield from iter(responses.get, None)
+    receiving.join(_FLUSH_S)

@@ -16,7 +16,7 @@ import msgspec
 from fedplat import forks
 from fedplat.pytorch.distributed import Backend
 from fedplat_server.errors import ConfigError, PoolError
-from fedplat_server.workers import encryption, protocol, torchrun
+from fedplat_server.workers import protocol, torchrun
 
 
 class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +58,7 @@ def run(options: LaunchOptions) -> None:
     if options.backend == "nccl" and not torch.cuda.is_available():
         raise ConfigError("--backend nccl: this machine has no GPU that PyTorch can use; expected auto or gloo")
     with _lock(options), tempfile.TemporaryDirectory(prefix="fedplat-pool-") as folder:
-        encryption.create_key(options.data_dir)
+        protocol.create_key(options.data_dir)
         os.environ |= {"OMP_NUM_THREADS": str(options.threads), **protocol.RANK_ENVIRONMENT}
         socket = protocol.socket_path(options.data_dir)
         arguments = ["-P", "-m", "fedplat_server.workers.rank", str(socket), options.backend, options.log_level]

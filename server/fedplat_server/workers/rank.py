@@ -21,9 +21,8 @@ from torch import distributed
 from fedplat import texts
 from fedplat.pytorch.distributed import Backend, Ranks, find_rank, join_group, make_file_store
 from fedplat_server import logs
-from fedplat_server.workers import encryption, protocol, scheduler, tasks
-from fedplat_server.workers.broadcast import Broadcast, LostRankError, TaskEvent
-from fedplat_server.workers.listener import Rank0Listener
+from fedplat_server.workers import protocol, scheduler, tasks
+from fedplat_server.workers.broadcast import Broadcast, LostRankError, Rank0Listener, TaskEvent
 
 _REPORT_S = 2.0
 
@@ -111,7 +110,7 @@ def run(socket: Path, backend: Backend, folder: Path | None = None) -> None:
     threading.Thread(target=_end_with, args=(os.getppid(),), name="end with the parent", daemon=True).start()
     place = find_rank()
     has_others = place is not None and place.size > 1
-    key = encryption.read_key(socket.parent) if has_others else b""
+    key = protocol.read_key(socket.parent) if has_others else b""
     store = make_file_store(folder) if has_others and folder is not None else None
     with join_group(backend, store=store, key=key) as ranks:
         events = Broadcast(ranks, key, folder)

@@ -17,7 +17,7 @@ from fedplat.gossip.steps import Contact
 from fedplat.model import Vector
 from fedplat.secure_aggregation.primitives import KeyPair
 from fedplat.wire.v1 import model_pb2
-from fedplat_client._protocols.gossip.ring import BrokenRingError, RingRun
+from fedplat_client._protocols.gossip.fetching import BrokenRingError, RingRun
 from fedplat_client.cancellation import Stop
 from fedplat_client.errors import Cancelled
 from fedplat_client.task import Control

@@ -37,8 +37,7 @@ from fedplat_client._protocols.gossip.model import SiloModel
 from fedplat_client._protocols.gossip.network import PeerNetwork, RemoteFile
 from fedplat_client._protocols.gossip.silo_round import RoundWork, SiloRound
 from fedplat_client._state.silo_store import RelaySecret, SiloFolder
-from fedplat_client._work.failures import AssignmentFailedError
-from fedplat_client._work.steps import StepCalls
+from fedplat_client._work.heartbeat import AssignmentFailedError, StepCalls
 from fedplat_client.task import Control
 from support import polling
 from support.silo_networks import NetworkedSilo, Networks, impatient_networks_in, networks_in

@@ -17,8 +17,8 @@ from fedplat.gossip.steps import Contact
 from fedplat.secure_aggregation.primitives import KeyPair
 from fedplat.secure_aggregation.relay import RelayExchange, RelayMember
 from fedplat_client import ClientOptions
+from fedplat_client._protocols.gossip.fetching import BrokenRingError, RingRun
 from fedplat_client._protocols.gossip.network import ByteCounter, PeerNetwork, RemoteFile
-from fedplat_client._protocols.gossip.ring import BrokenRingError, RingRun
 from fedplat_client._work.peers.fetch import PeerFetcher
 from fedplat_client._work.peers.port import PeerPort
 from fedplat_client.errors import PeerError

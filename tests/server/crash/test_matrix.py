@@ -12,7 +12,7 @@ import pytest
 
 from fedplat import codecs
 from fedplat.rounds.protocols.ssp import clocks_from_builtins
-from fedplat_server.verify.checker import verify
+from fedplat_server.verify.inspection import verify
 from support.crash import chains, evaluator, recompute, scenario
 from support.crash.chains import POINTS, Chain
 from support.crash.nursery import Nursery, Order

@@ -13,7 +13,7 @@ from fedplat_server.storage.blob_folder import path_of
 from fedplat_server.storage.blob_stores import BlobPlace
 from fedplat_server.storage.object_store import ObjectStore
 from fedplat_server.storage.spool_backend import list_names
-from fedplat_server.verify.checker import verify
+from fedplat_server.verify.inspection import verify
 from support.crash import chains, recompute, scenario
 from support.crash.chains import Chain
 from support.crash.nursery import Nursery, Order

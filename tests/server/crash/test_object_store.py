@@ -15,7 +15,7 @@ from fedplat_server.storage import blob_objects
 from fedplat_server.storage.blob_folder import path_of
 from fedplat_server.storage.blob_stores import BlobPlace
 from fedplat_server.storage.object_store import ObjectStore
-from fedplat_server.verify.checker import verify
+from fedplat_server.verify.inspection import verify
 from support import daemons
 from support.crash import chains, recompute, scenario
 from support.crash.chains import Chain

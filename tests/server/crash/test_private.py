@@ -11,7 +11,7 @@ import pytest
 from fedplat.model import Parameters
 from fedplat.rounds.invariants.records import StoredAttempt, StoredJob
 from fedplat_server.verify import files
-from fedplat_server.verify.checker import verify
+from fedplat_server.verify.inspection import verify
 from support.crash import recompute, scenario
 from support.crash.nursery import Nursery, Order
 from support.crash.scenario import KILLED, World

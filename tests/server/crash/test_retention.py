@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fedplat_server.database.store import open_store
-from fedplat_server.verify.checker import verify
+from fedplat_server.verify.inspection import verify
 from support import daemons, trees
 from support.crash import chains, scenario
 from support.crash.chains import Chain

@@ -20,7 +20,7 @@ from fedplat import durable
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server.config import LeaseTimes
-from fedplat_server.metrics import collector, endpoint
+from fedplat_server.metrics import collector, service
 from support import daemons
 from support.daemons import Site, initial_model, update_of
 from support.jobs import job_file
@@ -134,7 +134,7 @@ async def test_a_full_disk(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_the_loss_of_a_private_job_and_a_budget(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collector, "MIN_PAUSE_S", 0.01)
     monkeypatch.setattr(collector, "PAUSE_FACTOR", 0.0)
-    monkeypatch.setattr(endpoint, "SCRAPES_PER_MINUTE", 1e6)
+    monkeypatch.setattr(service, "SCRAPES_PER_MINUTE", 1e6)
     async with daemons.running(folder, **METRICS) as site:
         job = await site.operator.start(private(rounds=2))
         budget = admin_pb2.SetPrivacyBudgetRequest(population="demo", epsilon=8.0, delta=1e-6)

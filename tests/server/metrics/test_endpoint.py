@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry, Counter
 
 from fedplat.http_connections import ConnectionLimits
 from fedplat_server.errors import ConfigError
-from fedplat_server.metrics import endpoint as endpoint_module
-from fedplat_server.metrics.endpoint import SCRAPES_PER_MINUTE, MetricsEndpoint
+from fedplat_server.metrics import service as endpoint_module
+from fedplat_server.metrics.service import SCRAPES_PER_MINUTE, MetricsEndpoint
 from support.scrapes import promtool
 
 PATIENCE_S = 60.0

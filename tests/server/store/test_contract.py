@@ -13,7 +13,7 @@ from msgspec import structs
 from fedplat.rounds import AssignmentId, AttemptKey, HistoryRow
 from fedplat.rounds.events import JobAction, OperatorCommand
 from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, JobStatus, Reason
-from fedplat_server.database.jobs import AttemptFilter, AttemptRecord
+from fedplat_server.database.records import AttemptFilter, AttemptRecord
 from fedplat_server.database.store import Store
 from fedplat_server.errors import StoreError
 from support.store.driver import (

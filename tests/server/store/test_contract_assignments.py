@@ -9,11 +9,10 @@ import pytest
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat.rounds.events import AssignmentFailed, UploadStarted
 from fedplat.rounds.states import AssignmentState, Reason
-from fedplat_server.database.clients import ClientFilter, EnrollmentToken
-from fedplat_server.database.clients import Enrollment as ClientEnrollment
-from fedplat_server.database.jobs import AttemptFilter, spaced_positions
+from fedplat_server.database.records import AttemptFilter, ClientFilter, EnrollmentToken, spaced_positions
+from fedplat_server.database.records import Enrollment as ClientEnrollment
 from fedplat_server.database.sql_assignments import AssignmentFilter, AssignmentRecord, LabelledCount, OutcomeCount
-from fedplat_server.database.sql_fleet import AvailabilityHour
+from fedplat_server.database.sql_clients import AvailabilityHour
 from fedplat_server.database.store import Store
 from fedplat_server.records.audit import AuditAction, AuditEntry, AuditFilter
 from support.store.driver import JOB_FILE, Driver, eventful

@@ -7,7 +7,7 @@ import pytest
 from fedplat.rounds import AttemptKey
 from fedplat.rounds.events import AssignmentFailed, JobAction, ServerRestarted, UpdateReported, UploadStarted
 from fedplat.rounds.states import AssignmentState, AttemptKind, Reason
-from fedplat_server.database.jobs import AttemptFilter, Staleness
+from fedplat_server.database.records import AttemptFilter, Staleness
 from fedplat_server.database.store import Store
 from support.store.driver import JOB_FILE, Driver, check_invariants, digest_of
 

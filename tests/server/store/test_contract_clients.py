@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fedplat_server.database.clients import ClientFilter, ClientRecord, Enrollment, EnrollmentToken
+from fedplat_server.database.records import ClientFilter, ClientRecord, Enrollment, EnrollmentToken
 from fedplat_server.database.store import Store
 from fedplat_server.errors import EnrollmentConflictError, StoreError, TokenRefusedError
 from fedplat_server.records.audit import AuditAction, AuditEntry

@@ -7,11 +7,10 @@ import asyncio
 import pytest
 
 from fedplat.rounds.events import JobAction
-from fedplat_server.database.jobs import AttemptFilter
-from fedplat_server.database.ledger import Budget
+from fedplat_server.database.records import AttemptFilter, Budget
 from fedplat_server.database.store import Store, open_store
 from fedplat_server.errors import WebhookError
-from fedplat_server.records.audit import AuditAction, AuditEntry
+from fedplat_server.records.audit import AuditAction, AuditEntry, OperatorRecord, Role
 from fedplat_server.records.events import (
     MAX_WEBHOOKS,
     Alert,
@@ -24,7 +23,6 @@ from fedplat_server.records.events import (
     after_attempt,
     new_secret,
 )
-from fedplat_server.records.operators import OperatorRecord, Role
 from support.store.driver import Driver, Ticks, eventful
 
 FAILURE = SendResult(False, "503")

@@ -12,8 +12,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from fedplat_server.database.engine import async_url, create_engine
-from fedplat_server.database.sql_leases import LeaseStore, open_leases, require_term
-from fedplat_server.database.store import open_store
+from fedplat_server.database.store import LeaseStore, open_leases, open_store, require_term
 from fedplat_server.errors import LeadershipLostError, StoreUnavailableError
 from fedplat_server.records.lease import Candidate
 from support.databases import execute_sql

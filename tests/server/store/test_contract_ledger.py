@@ -16,8 +16,7 @@ from fedplat.rounds.events import AttemptAggregated, JobAction, UpdateReported
 from fedplat.rounds.states import AttemptKind, JobStatus
 from fedplat_server.database import tables
 from fedplat_server.database.engine import async_url, create_engine
-from fedplat_server.database.jobs import AttemptFilter
-from fedplat_server.database.ledger import Account, Budget, Population
+from fedplat_server.database.records import Account, AttemptFilter, Budget, Population
 from fedplat_server.database.store import Store
 from fedplat_server.errors import PopulationChangedError, StaleRevisionError, StoreError
 from fedplat_server.records.audit import AuditAction as Noted

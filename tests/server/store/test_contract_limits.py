@@ -7,7 +7,7 @@ import pytest
 from fedplat.rounds import AttemptKey
 from fedplat.rounds.commands import Assign
 from fedplat.rounds.events import ClientCheckedIn, JobAction
-from fedplat_server.database.jobs import AttemptFilter
+from fedplat_server.database.records import AttemptFilter
 from fedplat_server.database.sql_jobs import recall_participations
 from fedplat_server.database.store import Store
 from fedplat_server.database.writes import ParticipationLimits

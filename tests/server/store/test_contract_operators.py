@@ -11,9 +11,8 @@ import pytest
 from fedplat.rounds.events import JobAction, OperatorCommand
 from fedplat_server.database.store import Store, open_store
 from fedplat_server.errors import LastAdminError, OperatorError, StaleRevisionError
-from fedplat_server.records.audit import SERVER, AuditEntry, AuditHead
+from fedplat_server.records.audit import SERVER, AuditEntry, AuditHead, OperatorRecord, Role
 from fedplat_server.records.audit import AuditAction as Noted
-from fedplat_server.records.operators import OperatorRecord, Role
 from support.access import ADMIN_NAME
 from support.store import audit_log
 from support.store.driver import JOB_FILE, NOW, Driver, Ticks, draft

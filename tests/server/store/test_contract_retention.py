@@ -8,7 +8,7 @@ from msgspec import structs
 from fedplat.rounds import AttemptKey
 from fedplat.rounds.events import AssignmentFailed, AttemptAggregated, JobAction, RollbackOrdered, UpdateReported
 from fedplat.rounds.states import Reason
-from fedplat_server.database.jobs import AttemptFilter, Removable, RetainedVersions
+from fedplat_server.database.records import AttemptFilter, Removable, RetainedVersions
 from fedplat_server.database.sql_assignments import AssignmentFilter
 from fedplat_server.database.store import Store
 from fedplat_server.errors import StoreError

@@ -11,7 +11,7 @@ from msgspec import structs
 from fedplat.rounds import AttemptKey, Change, closing
 from fedplat.rounds.events import AttemptAggregated, JobAction, OperatorCommand, UpdateReported
 from fedplat.rounds.states import AttemptPhase, JobStatus
-from fedplat_server.database.jobs import AttemptFilter
+from fedplat_server.database.records import AttemptFilter
 from fedplat_server.database.store import Store
 from fedplat_server.errors import StaleRevisionError, StoreError
 from support.store.driver import (

@@ -16,9 +16,8 @@ from fedplat.rounds.events import JobAction, SharesSent, UploadStarted
 from fedplat.rounds.states import AttemptPhase
 from fedplat_server import crash_points
 from fedplat_server.database import tables
-from fedplat_server.database.clients import Enrollment, EnrollmentToken
 from fedplat_server.database.engine import async_url, create_engine
-from fedplat_server.database.jobs import AttemptFilter
+from fedplat_server.database.records import AttemptFilter, Enrollment, EnrollmentToken
 from fedplat_server.database.store import Store
 from support.ledgers import list_releases
 from support.rounds.secure_driver import answer_event, confirmation_event, keys_event, report_event, shares_event

@@ -7,7 +7,7 @@ from collections import Counter
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat.rounds.events import AssignmentFailed, UpdateReported
 from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, Reason
-from fedplat_server.database.jobs import HistoryRecord
+from fedplat_server.database.records import HistoryRecord
 from fedplat_server.database.store import Store
 from support.store.driver import JOB_FILE, Driver, digest_of, eventful
 

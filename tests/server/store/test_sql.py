@@ -20,7 +20,7 @@ from fedplat.rounds.states import JobStatus, Reason
 from fedplat.texts import shorten
 from fedplat_server.database import transactions
 from fedplat_server.database.engine import async_url, create_engine
-from fedplat_server.database.jobs import AttemptFilter
+from fedplat_server.database.records import AttemptFilter
 from fedplat_server.database.store import Store, open_store
 from fedplat_server.database.transactions import MAX_TRIES, Database
 from fedplat_server.errors import StoreError, StoreUnavailableError

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from fedplat_server.verify import checks, files, inspection
-from fedplat_server.verify.checker import verify
+from fedplat_server.verify.inspection import verify
 from support import daemons
 from support.daemons import initial_model, update_of
 from support.jobs import job_file

@@ -11,7 +11,7 @@ import pytest
 
 from fedplat.rounds.invariants.records import Location
 from fedplat_server.storage.files import list_files
-from fedplat_server.verify.checker import verify
+from fedplat_server.verify.inspection import verify
 from support.verify.places import Place
 
 

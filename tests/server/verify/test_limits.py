@@ -11,8 +11,8 @@ import sqlalchemy
 from fedplat_server.database.engine import async_url, create_blocking_engine
 from fedplat_server.database.store import open_store
 from fedplat_server.verify import inspection
-from fedplat_server.verify.checker import verify
 from fedplat_server.verify.checks import Finding
+from fedplat_server.verify.inspection import verify
 from support.store.driver import Driver, Ticks
 from support.store.limits import BOTH, LIMITED, SEPARATED, play
 

@@ -13,7 +13,7 @@ from typing import Any
 from typing_extensions import override
 
 from fedplat_server.storage.blob_stores import BlobPlace
-from fedplat_server.verify.checker import verify
+from fedplat_server.verify.inspection import verify
 from support.crash import points, recompute, scenario
 from support.crash.nursery import Nursery, Order
 from support.crash.scenario import KILLED, World

@@ -22,7 +22,7 @@ from fedplat_server import crash_points, logs
 from fedplat_server.config import ServerConfig
 from fedplat_server.daemon import Daemon, stop_on_signals
 from fedplat_server.database import schema
-from fedplat_server.database.sql_leases import open_leases
+from fedplat_server.database.store import open_leases
 from fedplat_server.storage import blob_objects
 from support import access
 

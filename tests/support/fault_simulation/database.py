@@ -21,17 +21,16 @@ from sqlalchemy import event, exc
 from typing_extensions import override
 
 from fedplat_server import leadership
-from fedplat_server.database import engine, sql_leases, transactions
+from fedplat_server.database import engine, store, transactions
 from fedplat_server.database.engine import WRITES, async_url, create_blocking_engine, translate_errors
-from fedplat_server.database.sql_leases import LeaseStore
-from fedplat_server.database.store import Store
+from fedplat_server.database.store import LeaseStore, Store
 from fedplat_server.database.tables import leases
 from fedplat_server.database.transactions import ThreadedSqlite
 from fedplat_server.errors import StoreUnavailableError
 from support.fault_simulation.virtual import PROCESS, SimulatedProcess, VirtualLoop
 
 _T = TypeVar("_T")
-_TERM = sqlalchemy.select(leases.c.term).where(leases.c.name == sql_leases.NAME)
+_TERM = sqlalchemy.select(leases.c.term).where(leases.c.name == store.LEASE_NAME)
 
 
 class DatabaseServer:
@@ -138,7 +137,7 @@ class DatabaseServer:
             current[0].abandoned = exc.OperationalError("", None, said)
             self._writer = None
 
-    async def _open_leases(self, database: str, timeout_s: float = sql_leases.TIMEOUT_S) -> LeaseStore:
+    async def _open_leases(self, database: str, timeout_s: float = store.LEASE_TIMEOUT_S) -> LeaseStore:
         process = PROCESS.get()
         assert process is not None
         return _Leases(self, process, self._create_engine(async_url(database)), timeout_s)

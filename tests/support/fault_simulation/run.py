@@ -9,7 +9,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from fedplat_server.verify.checker import verify
+from fedplat_server.verify.inspection import verify
 from support import databases
 from support.crash import recompute
 from support.fault_simulation import ambient

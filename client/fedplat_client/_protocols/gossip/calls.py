@@ -11,8 +11,7 @@ from fedplat.gossip.steps import Progress, SiloMessage, SiloReport, SiloStep
 from fedplat.wire import messages
 from fedplat.wire.v1 import fleet_pb2, gossip_pb2, model_pb2
 from fedplat_client import cancellation, errors, task
-from fedplat_client._work.failures import AssignmentFailedError
-from fedplat_client._work.steps import StepCalls
+from fedplat_client._work.heartbeat import AssignmentFailedError, StepCalls
 
 _PATIENCE = 0.8
 """The part of a phase's time after which a silo gives up, so that the server gets its report before the phase ends."""

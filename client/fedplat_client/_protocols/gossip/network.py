@@ -25,7 +25,7 @@ from fedplat.secure_aggregation import primitives, relay
 from fedplat.wire import messages
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import errors
-from fedplat_client._auth.calls import Connection
+from fedplat_client._auth.authenticator import Connection
 from fedplat_client._state.silo_store import is_digest
 from fedplat_client._work import transfer
 from fedplat_client._work.peers.fetch import PeerFetcher, PeerFile, fetch_chunk, open_file, seal_file

@@ -15,12 +15,11 @@ from fedplat.gossip.ring import key_payload
 from fedplat.secure_aggregation.primitives import KeyPair
 from fedplat.wire.v1 import model_pb2
 from fedplat_client._protocols.gossip.calls import PhaseWatch, SiloCalls, limit_time
-from fedplat_client._protocols.gossip.fetching import Fetched, fetch_models
+from fedplat_client._protocols.gossip.fetching import BrokenRingError, Fetched, RingRun, fetch_models
 from fedplat_client._protocols.gossip.model import SiloModel
 from fedplat_client._protocols.gossip.network import Delivery, Offers, PeerNetwork, RemoteFile
-from fedplat_client._protocols.gossip.ring import BrokenRingError, RingRun
 from fedplat_client._state.silo_store import PendingMean
-from fedplat_client._work.failures import AssignmentFailedError
+from fedplat_client._work.heartbeat import AssignmentFailedError
 from fedplat_client.backoff import Backoff
 from fedplat_client.errors import CallError, Cancelled, NotSentYetError, PeerError, TransferError
 

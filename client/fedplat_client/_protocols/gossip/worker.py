@@ -24,11 +24,10 @@ from fedplat_client._protocols.gossip import model, silo_round
 from fedplat_client._protocols.gossip.calls import SiloCalls
 from fedplat_client._protocols.gossip.network import ByteCounter, Offers, PeerNetwork, PortOffers, RelayOffers
 from fedplat_client._state import silo_store, two_phase
-from fedplat_client._work import encoding
-from fedplat_client._work.failures import AssignmentFailedError, CheckInResult
+from fedplat_client._work import training
+from fedplat_client._work.heartbeat import AssignmentFailedError, CheckInResult, StepCalls
 from fedplat_client._work.peers.fetch import PeerFetcher
 from fedplat_client._work.peers.port import PeerPort
-from fedplat_client._work.steps import StepCalls
 from fedplat_client._work.training import fit_model, stage_client_state
 from fedplat_client._work.work import AssignedWork
 from fedplat_client.errors import ClientError
@@ -169,7 +168,7 @@ class _Part:
         }
 
     def _make_codec(self) -> Codec | None:
-        options = encoding.read_codec(self._assignment, self._client.trainers.plugins)
+        options = training.read_codec(self._assignment, self._client.trainers.plugins)
         try:
             return build_checked(options, Codec, "compression.uplink.codec") if options is not None else None
         except (PluginError, UserCodeError) as exc:

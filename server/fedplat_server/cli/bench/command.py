@@ -61,9 +61,9 @@ def make_command(program: Sequence[str] = ()) -> Callable[..., None]:
             report = launcher.measure(num_ranks, backend, plan, note, program or launcher.LIBRARY_PROGRAM)
         problems = records.find_problems(report)
         if plot is not None:
-            from fedplat_server.cli.bench import picture
+            from fedplat_server.cli.bench import tables
 
-            picture.save(report, plot)
+            tables.save_plot(report, plot)
         _show(report, problems, as_json)
         if problems:
             raise typer.Exit(1)

@@ -14,8 +14,8 @@ import grpc
 from typing_extensions import override
 
 from fedplat_server.errors import Code, ConfigError, RefusedError
-from fedplat_server.rpc import handlers
-from fedplat_server.rpc.handlers import Behavior, Context, Handler, StartedRequests
+from fedplat_server.rpc import interceptor
+from fedplat_server.rpc.interceptor import Behavior, Context, Handler, StartedRequests
 
 
 class Permit(Protocol):
@@ -171,7 +171,7 @@ def _wrap(
     handler: Handler, calls: InFlightCalls, admit: Callable[[Any], AbstractAsyncContextManager[Permit]]
 ) -> Handler:
     """Return a handler that admits each call before it receives a message, and tracks it until it ends."""
-    return handlers.wrap(
+    return interceptor.wrap_handler(
         handler,
         handler.request_deserializer,
         functools.partial(_wrap_returning, calls=calls, admit=admit),

@@ -20,11 +20,11 @@ from fedplat.wire import auth, proxies
 from fedplat_server import config, errors, logs
 from fedplat_server.auth import addresses
 from fedplat_server.auth.addresses import ForwardedCall
-from fedplat_server.messages import memory
-from fedplat_server.messages.memory import UploadMemory
+from fedplat_server.messages import streams
+from fedplat_server.messages.streams import UploadMemory
 from fedplat_server.records.lease import Lease
-from fedplat_server.rpc import handlers, interceptor
-from fedplat_server.rpc.routing.router import InFlightCalls, Route, Router
+from fedplat_server.rpc import interceptor
+from fedplat_server.rpc.router import InFlightCalls, Route, Router
 
 Context = Any  # aio.ServicerContext, generic for the type checker only
 _OPTIONS = (
@@ -109,7 +109,7 @@ class Gateway(Route):
         self._channels = Channels(lambda: connect(lease.address, options.tls))
 
     @override
-    def handler(self, details: grpc.HandlerCallDetails) -> handlers.Handler | None:
+    def handler(self, details: grpc.HandlerCallDetails) -> interceptor.Handler | None:
         method = details.method
 
         async def call(requests: AsyncIterator[bytes], context: Context) -> AsyncGenerator[bytes]:
@@ -144,7 +144,7 @@ class Gateway(Route):
         """Hold the memory for the messages of a call while they pass through."""
         match method.rpartition("/")[2]:
             case "Upload":
-                return self._memory.uploads.share(memory.UPLOAD_BYTES)
+                return self._memory.uploads.share(streams.UPLOAD_BYTES)
             case "Report":
                 return self._memory.reports.share(interceptor.max_bytes(method))
             case _:

@@ -1,1 +1,0 @@
-"""Routing of calls to the leader: routes, gateways, a shared port."""
