@@ -16,8 +16,7 @@ from fedplat.secure_aggregation import setup
 from fedplat.wire.auth import Ticket
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client import cancellation, errors, transport
-from fedplat_client._auth import enrollment
-from fedplat_client._auth.authenticator import Connection, SignedAccess
+from fedplat_client._auth import authenticator, enrollment
 from fedplat_client._auth.enrollment import ClientDescription, ClientSession, Endpoints
 from fedplat_client._auth.mtls import CertificateAccess
 from fedplat_client._protocols import registry
@@ -221,9 +220,9 @@ class Client:
             identity = self._directory.load_identity(self._ticket)
             key = self._directory.load_signing_key(identity)
             channel = stack.enter_context(transport.connect(self._server, tls=identity.tls, ca=identity.ca))
-            signed = SignedAccess(channel, key, self._options.call_timeout_s, self._log_session)
+            signed = authenticator.SignedAccess(channel, key, self._options.call_timeout_s, self._log_session)
             access = stack.enter_context(self._certificates(signed, identity)) if self._options.mtls else signed
-            connection = Connection(access, self._options.call_timeout_s)
+            connection = authenticator.Connection(access, self._options.call_timeout_s)
             port = stack.enter_context(self._peer_port(signed, identity))
             open_silos = functools.cache(lambda: stack.enter_context(self._open_silos(parts, port, signed)))
             parts = self._open_parts(connection, key)
@@ -245,7 +244,7 @@ class Client:
 
             yield session, prepare, worker.run
 
-    def _open_parts(self, connection: Connection, key: SigningKey) -> work.ClientParts:
+    def _open_parts(self, connection: authenticator.Connection, key: SigningKey) -> work.ClientParts:
         directory, options = self._directory, self._options
         try:
             cache = ModelCache(directory.models, options.cache_limit_bytes)
@@ -270,7 +269,7 @@ class Client:
             key=key,
         )
 
-    def _open_silos(self, client: work.ClientParts, port: PeerPort, signed: SignedAccess) -> SiloWorker:
+    def _open_silos(self, client: work.ClientParts, port: PeerPort, signed: authenticator.SignedAccess) -> SiloWorker:
         """Return what runs assignments of decentralised jobs; other clients do not load its modules."""
         from fedplat_client._protocols.gossip.worker import SiloParts, SiloWorker
         from fedplat_client._state.silo_store import SiloStore
@@ -299,11 +298,11 @@ class Client:
             plugins=self._plugins,
         )
 
-    def _certificates(self, signed: SignedAccess, identity: data_directory.Identity) -> CertificateAccess:
+    def _certificates(self, signed: authenticator.SignedAccess, identity: data_directory.Identity) -> CertificateAccess:
         return CertificateAccess(signed, self._directory, identity, self._options.call_timeout_s, self._options.clock)
 
     @contextlib.contextmanager
-    def _peer_port(self, signed: SignedAccess, identity: data_directory.Identity) -> Generator[PeerPort]:
+    def _peer_port(self, signed: authenticator.SignedAccess, identity: data_directory.Identity) -> Generator[PeerPort]:
         """Yield the client's ways to other clients, and its own port if it has one, which is not open yet."""
         options, listen = self._options, self._options.peer_listen
         if not options.takes_exchanges and not listen:

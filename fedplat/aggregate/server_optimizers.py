@@ -32,10 +32,9 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
-from fedplat.aggregate import algebra
+from fedplat.aggregate import algebra, mean
 from fedplat.aggregate import algebra as ranges
 from fedplat.aggregate.algebra import BaseRule, Partial, Rule, State, Wrapper
-from fedplat.aggregate.mean import weighted_mean
 from fedplat.model import Vector, blocks
 
 
@@ -80,7 +79,7 @@ class FedAvg(BaseRule, frozen=True, forbid_unknown_fields=True, tag_field="rule"
 
     def build(self) -> Rule:
         """Return the rule with these options."""
-        return server_sgd(self)(weighted_mean())
+        return server_sgd(self)(mean.weighted_mean())
 
 
 def server_sgd(options: FedAvg) -> Wrapper:
@@ -112,7 +111,7 @@ class FedAvgM(BaseRule, frozen=True, forbid_unknown_fields=True, tag_field="rule
 
     def build(self) -> Rule:
         """Return the rule with these options."""
-        return server_momentum(self)(weighted_mean())
+        return server_momentum(self)(mean.weighted_mean())
 
 
 def server_momentum(options: FedAvgM) -> Wrapper:
@@ -192,7 +191,7 @@ class FedAdagrad(BaseRule, frozen=True, forbid_unknown_fields=True, tag_field="r
 
     def build(self) -> Rule:
         """Return the rule with these options."""
-        return server_adagrad(self)(weighted_mean())
+        return server_adagrad(self)(mean.weighted_mean())
 
 
 def server_adagrad(options: FedAdagrad) -> Wrapper:
@@ -223,7 +222,7 @@ class FedAdam(BaseRule, frozen=True, forbid_unknown_fields=True, tag_field="rule
 
     def build(self) -> Rule:
         """Return the rule with these options."""
-        return server_adam(self)(weighted_mean())
+        return server_adam(self)(mean.weighted_mean())
 
 
 def server_adam(options: FedAdam) -> Wrapper:
@@ -257,7 +256,7 @@ class FedYogi(BaseRule, frozen=True, forbid_unknown_fields=True, tag_field="rule
 
     def build(self) -> Rule:
         """Return the rule with these options."""
-        return server_yogi(self)(weighted_mean())
+        return server_yogi(self)(mean.weighted_mean())
 
 
 def server_yogi(options: FedYogi) -> Wrapper:

@@ -18,10 +18,9 @@ from rich.text import Text
 
 from fedplat import errors, texts
 from fedplat import sweep as sweeps
-from fedplat.cli import formats, session
+from fedplat.cli import formats, session, simulate
 from fedplat.cli.options import JsonOption
 from fedplat.cli.output import Output, table
-from fedplat.cli.simulate import show_live
 from fedplat.config.toml_text import format_toml
 from fedplat.simulation.run_folder import CHECKPOINT_S
 from fedplat.sweep import StepProgress, SweepFile, SweepResult, SweepRow, plan
@@ -244,7 +243,7 @@ class SweepBoard:
 
 def show_progress(output: Output, board: SweepBoard) -> AbstractContextManager[Callable[[StepProgress], None]]:
     """Show progress on stderr, or nothing with JSON; yield the callback for the progress of runs."""
-    return show_live(output, board.add, lambda: draw_progress(board, output), lambda: _lines(output, board))
+    return simulate.show_live(output, board.add, lambda: draw_progress(board, output), lambda: _lines(output, board))
 
 
 def draw_progress(board: SweepBoard, output: Output) -> Group:

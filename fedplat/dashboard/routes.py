@@ -11,11 +11,10 @@ from urllib.parse import quote
 
 import grpc
 
-from fedplat import texts
+from fedplat import errors, texts
 from fedplat.dashboard.pages import jobs, lists, rounds
 from fedplat.dashboard.rendering import Page
 from fedplat.dashboard.source import NotFoundError, PageSource, Visit, parse_number, refusal_code
-from fedplat.errors import FedplatError, ServerRefusedError, ServerUnreachableError
 
 Form = Mapping[str, str]
 Action = Callable[[Visit, Form], str]
@@ -178,9 +177,9 @@ class SignedOutError(Exception):
 
 def describe_failure(error: Exception) -> Page:
     """Return the page about a failure. Raises `SignedOutError`, or the error itself if this program has a mistake."""
-    if isinstance(error, ServerUnreachableError):
+    if isinstance(error, errors.ServerUnreachableError):
         return _page(503, "The server does not answer", str(error))
-    if isinstance(error, ServerRefusedError):
+    if isinstance(error, errors.ServerRefusedError):
         code = refusal_code(error)
         if code is grpc.StatusCode.UNAUTHENTICATED:
             raise SignedOutError from error
@@ -190,7 +189,7 @@ def describe_failure(error: Exception) -> Page:
         return _page(404, "Not found", "this address names no page here; use the menu")
     if isinstance(error, InputError):
         return _page(422, "Not confirmed", str(error))
-    if isinstance(error, FedplatError):
+    if isinstance(error, errors.FedplatError):
         return _page(500, "The data cannot be read", str(error))
     raise error
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from fedplat import aggregate, codecs, modes, sampling
+from fedplat import aggregate, codecs, errors, modes, sampling
 from fedplat.aggregate import drift
 from fedplat.aggregate.drift import EASGD
 from fedplat.config.plugins import build_checked, has_absent, name_of
-from fedplat.errors import JobFileError
 from fedplat.job import combinations, part_checks
 from fedplat.job.combinations import CYCLIC, DISTILL, STALE_SYNCHRONOUS, find_contrary
 from fedplat.job.part_checks import RULES_ON_MEAN
@@ -55,7 +54,7 @@ def check_halves(spec: JobTables) -> None:
     """
     algorithm, rule = spec.config.get("algorithm"), name_of(spec.aggregation)
     if algorithm in (drift.FEDDYN, drift.SCAFFOLD) and rule != algorithm and rule in aggregate.RULES:
-        raise JobFileError(
+        raise errors.JobFileError(
             f'config.algorithm = "{algorithm}": this is the clients\' half of an algorithm, and the rule "{rule}" is '
             f'not the server\'s; expected [aggregation] rule = "{algorithm}" with num_clients, the size of the '
             'population, and [updates] weighting = "uniform"'

@@ -13,8 +13,7 @@ from fedplat import errors, model
 from fedplat.job.tables import JobTables
 from fedplat.privacy import Privacy
 from fedplat.privacy.noise import HEADROOM, fit_norm, least_sensitivity, rounded_sensitivity
-from fedplat.secure_aggregation.encoding import Decoded
-from fedplat.secure_aggregation.messages import MIN_GROUP, SecureAggregation
+from fedplat.secure_aggregation import encoding, messages
 from fedplat.secure_aggregation.setup import EXTRAS_LEVELS, Encoding, LocalNoise, Setup, digest_task
 
 MAX_INFLATION = 2.0
@@ -33,7 +32,7 @@ def group_minimum(spec: JobTables) -> int:
 
 def _group_minimum_of(spec: JobTables, goal: int) -> int:
     groups = math.ceil(goal / require_secure(spec).group)
-    return max(MIN_GROUP, spec.selection.minimum_of(goal // groups))
+    return max(messages.MIN_GROUP, spec.selection.minimum_of(goal // groups))
 
 
 def group_maximum(spec: JobTables) -> int:
@@ -150,7 +149,7 @@ def spent_releases(spec: JobTables, unmasked: Sequence[int]) -> Fraction:
     return sum((Fraction(group_minimum(spec) * counts[each], each) for each in counts), Fraction())
 
 
-def mean_update(spec: JobTables, decoded: Decoded) -> model.Vector:
+def mean_update(spec: JobTables, decoded: encoding.Decoded) -> model.Vector:
     """Return the mean of the updates from their sum over all groups, which it overwrites.
 
     The divisor of a private job is fixed: `selection.goal` times `privacy.expected_weight`. Raises
@@ -162,7 +161,7 @@ def mean_update(spec: JobTables, decoded: Decoded) -> model.Vector:
     return np.divide(decoded.update, np.float32(divisor), out=decoded.update)
 
 
-def require_secure(spec: JobTables) -> SecureAggregation:
+def require_secure(spec: JobTables) -> messages.SecureAggregation:
     """Return the options of a job with secure aggregation."""
     assert spec.secure_aggregation is not None
     return spec.secure_aggregation

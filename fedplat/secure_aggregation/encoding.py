@@ -25,8 +25,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from fedplat.codecs import codec, quantize
-from fedplat.codecs.eden import hadamard
+from fedplat.codecs import codec, eden, quantize
 from fedplat.errors import CodecError, SecureAggregationError
 from fedplat.model import Vector, VectorBlocks, blocks
 from fedplat.model.blocks import l2_norm
@@ -283,5 +282,5 @@ def _transform(part: Vector) -> None:
     """Multiply by the normalized Hadamard matrix, its own inverse: over the columns of a table, then over its rows."""
     exponent = part.size.bit_length() - 1
     table = np.multiply(part.reshape(1 << exponent // 2, -1), np.float32(2.0 ** (-exponent / 2)))
-    table = hadamard(np.ascontiguousarray(hadamard(table).T))
+    table = eden.hadamard(np.ascontiguousarray(eden.hadamard(table).T))
     part.reshape(table.shape[::-1])[:] = table.T

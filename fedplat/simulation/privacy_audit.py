@@ -23,9 +23,8 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
+from fedplat import extras, job
 from fedplat.errors import JobFileError, MissingExtraError
-from fedplat.extras import install_command
-from fedplat.job import JobSpec
 from fedplat.model import Parameters, Vector
 from fedplat.privacy import accounting
 from fedplat.simulation import api, run_folder
@@ -150,7 +149,7 @@ def choose_canaries(num_clients: int, num_canaries: int, seed: int) -> dict[int,
     return dict(zip(clients.tolist(), (rng.random(num_canaries) < 0.5).tolist(), strict=True))
 
 
-def add_canaries(spec: JobSpec, engine: Engine, num_canaries: int, seed: int) -> tuple[Canaries, dict[int, bool]]:
+def add_canaries(spec: job.JobSpec, engine: Engine, num_canaries: int, seed: int) -> tuple[Canaries, dict[int, bool]]:
     """Replace some clients of an engine by canaries; returns the new engine and the canaries with their coins.
 
     `num_canaries` = 0 stands for half of the clients, at most `MAX_CANARIES`. Raises `JobFileError` for a job without
@@ -231,7 +230,7 @@ def p_value(found: Guesses, epsilon: float, delta: float) -> float:
     try:
         from scipy.stats import binom
     except ModuleNotFoundError as exc:
-        raise MissingExtraError(f"an audit needs SciPy; install it with: {install_command('privacy')}") from exc
+        raise MissingExtraError(f"an audit needs SciPy; install it with: {extras.install_command('privacy')}") from exc
     # Randomized response with this epsilon, the worst case, guesses right with this probability.
     right = 1.0 / (1.0 + math.exp(-epsilon))
     beyond = float(binom.sf(found.right - 1, found.guesses, right))

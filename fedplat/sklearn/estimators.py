@@ -19,8 +19,7 @@ import numpy.typing as npt
 from msgspec import Meta, Struct
 from typing_extensions import override
 
-from fedplat.errors import DataError
-from fedplat.learner import Data
+from fedplat import errors, learner
 
 Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
 AfterStep: TypeAlias = Callable[[float], object]
@@ -48,7 +47,7 @@ class Problem:
 class Work(NamedTuple):
     """One training: the examples, the options of the job, and the seed of all randomness."""
 
-    data: Data
+    data: learner.Data
     config: Any
     seed: int
     after_step: AfterStep = lambda done: None
@@ -198,7 +197,7 @@ class CountsFit(Fit):
         if threshold is not None:
             inputs = (inputs > threshold).astype(np.float64)
         if inputs.min() < 0:
-            raise DataError(f"the inputs have the value {inputs.min():g}; expected counts of at least 0")
+            raise errors.DataError(f"the inputs have the value {inputs.min():g}; expected counts of at least 0")
         member = _members(problem, targets)
         return _per_example({"counts": member.sum(1), "sums": member @ inputs}, work)
 

@@ -18,23 +18,11 @@ from fedplat.errors import DataError, JobFileError, MissingExtraError, ModelErro
 from fedplat.extras import install_command
 from fedplat.learner import Config, Data, check_data
 from fedplat.model import Parameters
-from fedplat.sklearn.estimators import (
-    AfterStep,
-    Arrays,
-    CountsFit,
-    Fit,
-    GaussianFit,
-    LeastSquaresFit,
-    LinearFit,
-    LogisticFit,
-    PerceptronFit,
-    Problem,
-    Work,
-)
+from fedplat.sklearn import estimators
 
 
 class _Supported(NamedTuple):
-    fit: Fit
+    fit: estimators.Fit
     classifies: bool
     refused: Mapping[str, str] = {}
     """Options that would have no meaning, and why."""
@@ -52,21 +40,23 @@ _STEPS = {
 _BATCHES = {**_STEPS, "batch_size": "config.batch_size takes its place"}
 _ONE_PASS = {"positive": "the sums of all clients do not give such a fit"}
 ESTIMATORS: Mapping[str, _Supported] = {
-    "sklearn.linear_model:SGDClassifier": _Supported(LinearFit(), True, _STEPS),
-    "sklearn.linear_model:SGDRegressor": _Supported(LinearFit(), False, _STEPS),
-    "sklearn.linear_model:Perceptron": _Supported(LinearFit(), True, _STEPS),
+    "sklearn.linear_model:SGDClassifier": _Supported(estimators.LinearFit(), True, _STEPS),
+    "sklearn.linear_model:SGDRegressor": _Supported(estimators.LinearFit(), False, _STEPS),
+    "sklearn.linear_model:Perceptron": _Supported(estimators.LinearFit(), True, _STEPS),
     "sklearn.linear_model:LogisticRegression": _Supported(
-        LogisticFit(), True, {**_STATE, "max_iter": "config.epochs takes its place", "warm_start": _STEPS["warm_start"]}
+        estimators.LogisticFit(),
+        True,
+        {**_STATE, "max_iter": "config.epochs takes its place", "warm_start": _STEPS["warm_start"]},
     ),
-    "sklearn.linear_model:LinearRegression": _Supported(LeastSquaresFit(), False, _ONE_PASS, sums=True),
+    "sklearn.linear_model:LinearRegression": _Supported(estimators.LeastSquaresFit(), False, _ONE_PASS, sums=True),
     "sklearn.linear_model:Ridge": _Supported(
-        LeastSquaresFit(), False, {**_STATE, **_ONE_PASS}, needs_total=True, sums=True
+        estimators.LeastSquaresFit(), False, {**_STATE, **_ONE_PASS}, needs_total=True, sums=True
     ),
-    "sklearn.neural_network:MLPClassifier": _Supported(PerceptronFit(), True, _BATCHES),
-    "sklearn.neural_network:MLPRegressor": _Supported(PerceptronFit(), False, _BATCHES),
-    "sklearn.naive_bayes:GaussianNB": _Supported(GaussianFit(), True, sums=True),
-    "sklearn.naive_bayes:MultinomialNB": _Supported(CountsFit(), True, needs_total=True, sums=True),
-    "sklearn.naive_bayes:BernoulliNB": _Supported(CountsFit(), True, needs_total=True, sums=True),
+    "sklearn.neural_network:MLPClassifier": _Supported(estimators.PerceptronFit(), True, _BATCHES),
+    "sklearn.neural_network:MLPRegressor": _Supported(estimators.PerceptronFit(), False, _BATCHES),
+    "sklearn.naive_bayes:GaussianNB": _Supported(estimators.GaussianFit(), True, sums=True),
+    "sklearn.naive_bayes:MultinomialNB": _Supported(estimators.CountsFit(), True, needs_total=True, sums=True),
+    "sklearn.naive_bayes:BernoulliNB": _Supported(estimators.CountsFit(), True, needs_total=True, sums=True),
 }
 """The estimators that can be trained, by reference."""
 
@@ -97,7 +87,7 @@ class SklearnLearner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
         examples = np.zeros((len(targets), self.features)), targets
         try:
             _check_options(problem, examples)
-            fit.train(problem, fit.initial(problem, 0), Work(examples, fit.config(), seed=0))
+            fit.train(problem, fit.initial(problem, 0), estimators.Work(examples, fit.config(), seed=0))
         except (ValueError, TypeError) as exc:
             raise JobFileError(f"options: {_first_line(exc)}") from exc
         return self
@@ -107,7 +97,12 @@ class SklearnLearner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
         return _pack(self._supported.fit.initial(self._problem(), seed))
 
     def train(
-        self, parameters: Parameters, data: Data, config: Config, seed: int, after_step: AfterStep = lambda done: None
+        self,
+        parameters: Parameters,
+        data: Data,
+        config: Config,
+        seed: int,
+        after_step: estimators.AfterStep = lambda done: None,
     ) -> dict[str, float]:
         """Train the model in place; return its scores on the same examples, and `local_steps`.
 
@@ -116,7 +111,7 @@ class SklearnLearner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
         """
         fit, problem = self._supported.fit, self._problem()
         examples = self._convert(problem, data)
-        work = Work(examples, read_record(config, fit.config, "config."), seed, after_step)
+        work = estimators.Work(examples, read_record(config, fit.config, "config."), seed, after_step)
         with _one_thread():
             trained, steps = fit.train(problem, self._arrays(parameters), work)
             scores = _score(fit, problem, trained, examples)
@@ -161,7 +156,7 @@ class SklearnLearner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
             )
         return found
 
-    def _problem(self) -> Problem:
+    def _problem(self) -> estimators.Problem:
         supported = self._supported
         for name, reason in supported.refused.items():
             if name in self.options:
@@ -178,7 +173,7 @@ class SklearnLearner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
                 f"options.{unknown[0]}: {estimator.__name__} has no such parameter; known parameters: "
                 f"{', '.join(sorted(known))}"
             )
-        return Problem(
+        return estimators.Problem(
             estimator=estimator,
             options=self.options,
             features=self.features,
@@ -198,7 +193,7 @@ class SklearnLearner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
             )
         return labels
 
-    def _convert(self, problem: Problem, data: Data) -> Data:
+    def _convert(self, problem: estimators.Problem, data: Data) -> Data:
         """Return inputs [examples, features] and targets [examples]. Raises `DataError` if they do not fit."""
         inputs, targets = check_data(data)
         inputs = np.ascontiguousarray(inputs.reshape(len(inputs), -1), dtype=np.float64)
@@ -216,14 +211,14 @@ class SklearnLearner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
             raise DataError(f"the targets have the label {other.tolist()[0]!r}; expected one of the classes {known}")
         return inputs, targets
 
-    def _arrays(self, parameters: Parameters) -> Arrays:
+    def _arrays(self, parameters: Parameters) -> estimators.Arrays:
         expected = self.initial().schema
         if difference := parameters.schema.difference_from(expected):
             raise ModelError(f"the model does not fit {self.estimator}: {difference}")
         return dict(parameters)
 
 
-def _check_options(problem: Problem, examples: Data) -> None:
+def _check_options(problem: estimators.Problem, examples: Data) -> None:
     """Let scikit-learn check the options, which it does in the first training of an estimator only."""
     fitted = problem.make()
     if not hasattr(fitted, "partial_fit"):
@@ -234,11 +229,13 @@ def _check_options(problem: Problem, examples: Data) -> None:
         fitted.partial_fit(*examples, classes=problem.classes)
 
 
-def _score(fit: Fit, problem: Problem, arrays: Arrays, examples: Data) -> dict[str, float]:
+def _score(
+    fit: estimators.Fit, problem: estimators.Problem, arrays: estimators.Arrays, examples: Data
+) -> dict[str, float]:
     return (score_regressor if problem.classes is None else score_classifier)(fit.restore(problem, arrays), examples)
 
 
-def _pack(arrays: Arrays) -> Parameters:
+def _pack(arrays: estimators.Arrays) -> Parameters:
     return Parameters.from_arrays({name: values.astype(np.float32) for name, values in arrays.items()})
 
 

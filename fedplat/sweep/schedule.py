@@ -23,20 +23,6 @@ from typing import Any, NamedTuple
 from fedplat import errors, extras
 from fedplat.simulation.report.summary import mean_interval
 from fedplat.sweep import plan
-from fedplat.sweep.plan import (
-    Choices,
-    Configuration,
-    FloatRange,
-    IntegerRange,
-    LogRange,
-    MedianStopping,
-    Objective,
-    Outcome,
-    Range,
-    SearchOptions,
-    Stopping,
-    SuccessiveHalving,
-)
 
 
 class RunKey(NamedTuple):
@@ -54,7 +40,7 @@ class RunKey(NamedTuple):
 class RunPart(NamedTuple):
     """Work: a run, until the end of the round `until`, or until its end if that is 0."""
 
-    configuration: Configuration
+    configuration: plan.Configuration
     seed: int
     until: int
 
@@ -68,22 +54,22 @@ class RunPart(NamedTuple):
 class Evaluated:
     """A configuration and its outcomes by seed. `stopped_after` is the rung after which it was stopped, or 0."""
 
-    configuration: Configuration
-    outcomes: Mapping[int, Outcome]
+    configuration: plan.Configuration
+    outcomes: Mapping[int, plan.Outcome]
     stopped_after: int = 0
 
-    def score(self, objective: Objective) -> float | None:
+    def score(self, objective: plan.Objective) -> float | None:
         """Return the mean score over seeds; None if a run has none."""
         return mean_score(self.outcomes.values(), objective, self.stopped_after)
 
 
-ChooseBatch = Callable[[Sequence[Evaluated]], Sequence[Configuration] | None]
+ChooseBatch = Callable[[Sequence[Evaluated]], Sequence[plan.Configuration] | None]
 """Returns the next configurations, given all that were evaluated; None at the end."""
-Outcomes = Mapping[RunKey, Outcome]
+Outcomes = Mapping[RunKey, plan.Outcome]
 
 
 def schedule(
-    choose_batch: ChooseBatch, seeds: Sequence[int], objective: Objective, stopping: Stopping | None = None
+    choose_batch: ChooseBatch, seeds: Sequence[int], objective: plan.Objective, stopping: plan.Stopping | None = None
 ) -> Generator[list[RunPart], Outcomes, list[Evaluated]]:
     """Yield the parts of each stage, and return all evaluated configurations, in the order of their numbers.
 
@@ -93,7 +79,7 @@ def schedule(
     earlier: dict[int, list[float]] = {}
     rungs = stopping.rounds if stopping is not None else []
     while (batch := choose_batch(evaluated)) is not None:
-        found: dict[RunKey, Outcome] = {}
+        found: dict[RunKey, plan.Outcome] = {}
         stopped_after: dict[int, int] = {}
         for until in (*rungs, 0):
             alive = [each for each in batch if each.number not in stopped_after]
@@ -112,23 +98,23 @@ def schedule(
     return evaluated
 
 
-def once(configurations: Sequence[Configuration]) -> ChooseBatch:
+def once(configurations: Sequence[plan.Configuration]) -> ChooseBatch:
     """Return the function that chooses all configurations in one batch."""
     return lambda evaluated: None if evaluated else configurations
 
 
-def mean_score(outcomes: Iterable[Outcome], objective: Objective, until: int) -> float | None:
+def mean_score(outcomes: Iterable[plan.Outcome], objective: plan.Objective, until: int) -> float | None:
     """Return the mean score of runs up to a round (0: their end); None if one of them has no score."""
     scores = [outcome.score(objective, until) for outcome in outcomes]
     known = [score for score in scores if score is not None]
     return mean_interval(known).mean if known and len(known) == len(scores) else None
 
 
-def _select(found: Outcomes, configuration: Configuration, seeds: Sequence[int]) -> dict[int, Outcome]:
+def _select(found: Outcomes, configuration: plan.Configuration, seeds: Sequence[int]) -> dict[int, plan.Outcome]:
     return {seed: found[RunKey(configuration.number, seed)] for seed in seeds}
 
 
-def choose_stopped(stopping: Stopping, scores: Mapping[int, float], earlier: Sequence[float] = ()) -> set[int]:
+def choose_stopped(stopping: plan.Stopping, scores: Mapping[int, float], earlier: Sequence[float] = ()) -> set[int]:
     """Return the numbers of the configurations to stop.
 
     `scores` are larger for better configurations, and -inf for those without a finite metric; `earlier` are the scores
@@ -142,10 +128,10 @@ def choose_stopped(stopping: Stopping, scores: Mapping[int, float], earlier: Seq
     """
     best_first = sorted(scores, key=lambda number: (-scores[number], number))
     match stopping:
-        case SuccessiveHalving():
+        case plan.SuccessiveHalving():
             # Rounded first: 0.7 * 10 is slightly more than 7 in floating point.
             return set(best_first[max(1, math.ceil(round(stopping.keep * len(scores), 9))) :])
-        case MedianStopping():
+        case plan.MedianStopping():
             known = [*earlier, *scores.values()]
             if len(known) < stopping.min_configurations:
                 return set()
@@ -163,19 +149,19 @@ class TrialChooser:
     A configuration that was chosen before is not simulated again: Optuna is told its result.
     """
 
-    def __init__(self, options: SearchOptions, objective: plan.Objective) -> None:
+    def __init__(self, options: plan.SearchOptions, objective: plan.Objective) -> None:
         self._optuna = _import_optuna()
         self._options, self._objective = options, objective
         self._num_trials = 0
-        self._waiting: list[tuple[Any, Configuration]] = []
-        self._known: dict[tuple[str, ...], Configuration] = {}
+        self._waiting: list[tuple[Any, plan.Configuration]] = []
+        self._known: dict[tuple[str, ...], plan.Configuration] = {}
         with _quiet(self._optuna):
             self._ranges = {key: self._convert(each) for key, each in options.parameters.items()}
             self._study = self._optuna.create_study(
                 sampler=self._make_sampler(), direction="maximize" if objective.maximize else "minimize"
             )
 
-    def __call__(self, evaluated: Sequence[Evaluated]) -> list[Configuration] | None:
+    def __call__(self, evaluated: Sequence[Evaluated]) -> list[plan.Configuration] | None:
         """Tell the study the results of the last batch, and return the next one without repetitions."""
         with _quiet(self._optuna):
             self._tell({each.configuration.number: each for each in evaluated})
@@ -184,7 +170,7 @@ class TrialChooser:
             for _ in range(min(self._options.batch, self._options.trials - self._num_trials)):
                 self._num_trials += 1
                 trial = self._study.ask(self._ranges)
-                made = Configuration(len(self._known) + 1, {key: trial.params[key] for key in self._ranges})
+                made = plan.Configuration(len(self._known) + 1, {key: trial.params[key] for key in self._ranges})
                 configuration = self._known.setdefault(tuple(made.changes), made)
                 self._waiting.append((trial, configuration))
         done = {each.configuration.number for each in evaluated}
@@ -212,29 +198,29 @@ class TrialChooser:
         startup = min(MAX_STARTUP, max(1, self._options.trials // 2))
         return self._optuna.samplers.TPESampler(seed=self._options.seed, n_startup_trials=startup, constant_liar=True)
 
-    def _convert(self, each: Range) -> Any:
+    def _convert(self, each: plan.Range) -> Any:
         distributions = self._optuna.distributions
         match each:
-            case FloatRange():
+            case plan.FloatRange():
                 return distributions.FloatDistribution(each.low, each.high)
-            case LogRange():
+            case plan.LogRange():
                 return distributions.FloatDistribution(each.low, each.high, log=True)
-            case IntegerRange():
+            case plan.IntegerRange():
                 high = each.high - (each.high - each.low) % each.step
                 return distributions.IntDistribution(each.low, high, step=each.step)
-            case Choices():
+            case plan.Choices():
                 return distributions.CategoricalDistribution(each.values)
 
 
-def list_corners(options: SearchOptions) -> list[Configuration]:
+def list_corners(options: plan.SearchOptions) -> list[plan.Configuration]:
     """Return configurations with the ends of the ranges and all choices, to check them before the search begins."""
     ends: dict[str, list[Any]] = {
-        key: list(each.values) if isinstance(each, Choices) else [each.low, each.high]
+        key: list(each.values) if isinstance(each, plan.Choices) else [each.low, each.high]
         for key, each in options.parameters.items()
     }
     first = {key: values[0] for key, values in ends.items()}
     corners = [first, *({**first, key: value} for key, values in ends.items() for value in values[1:])]
-    return [Configuration(number, values) for number, values in enumerate(corners, 1)]
+    return [plan.Configuration(number, values) for number, values in enumerate(corners, 1)]
 
 
 def _import_optuna() -> Any:

@@ -10,8 +10,7 @@ from msgspec import Struct
 
 from fedplat.metrics import find_range
 from fedplat.simulation.report.summary import EVERY_NUMBER, mean_interval
-from fedplat.sweep.plan import VIRTUAL_S, Objective, Outcome
-from fedplat.sweep.schedule import Evaluated
+from fedplat.sweep import plan, schedule
 
 
 class MeanCurve(Struct, frozen=True, kw_only=True):
@@ -48,21 +47,21 @@ class SweepRow(Struct, frozen=True, kw_only=True):
     curve: MeanCurve
 
 
-def make_table(evaluated: Sequence[Evaluated], objective: Objective) -> list[SweepRow]:
+def make_table(evaluated: Sequence[schedule.Evaluated], objective: plan.Objective) -> list[SweepRow]:
     """Return a row for each configuration, the best first.
 
     Stopped configurations follow the others, those that were stopped last first. Configurations without a finite score
     are the last ones of their group, and equal ones are in the order of their numbers.
     """
 
-    def order(each: Evaluated) -> tuple[float, ...]:
+    def order(each: schedule.Evaluated) -> tuple[float, ...]:
         stopped = each.stopped_after
         return stopped > 0, -stopped, -objective.order(each.score(objective)), each.configuration.number
 
     return [_make_row(rank, each, objective) for rank, each in enumerate(sorted(evaluated, key=order), 1)]
 
 
-def _make_row(rank: int, each: Evaluated, objective: Objective) -> SweepRow:
+def _make_row(rank: int, each: schedule.Evaluated, objective: plan.Objective) -> SweepRow:
     until = each.stopped_after
     scores = {str(seed): _finite(outcome.score(objective, until)) for seed, outcome in each.outcomes.items()}
     known = [score for score in scores.values() if score is not None]
@@ -94,15 +93,15 @@ def _make_row(rank: int, each: Evaluated, objective: Objective) -> SweepRow:
     )
 
 
-def _range(each: Evaluated, objective: Objective) -> tuple[float, float]:
+def _range(each: schedule.Evaluated, objective: plan.Objective) -> tuple[float, float]:
     """Return the possible values of the metric; seconds are at least 0."""
-    if objective.metric == VIRTUAL_S:
+    if objective.metric == plan.VIRTUAL_S:
         return 0.0, math.inf
     return find_range(objective.metric, (_number(value) for each in each.outcomes.values() for value in each.values))
 
 
 def make_curve(
-    outcomes: Mapping[int, Outcome], until: int = 0, bounds: tuple[float, float] = EVERY_NUMBER
+    outcomes: Mapping[int, plan.Outcome], until: int = 0, bounds: tuple[float, float] = EVERY_NUMBER
 ) -> MeanCurve:
     """Return the mean of the metric over seeds, for the rounds up to `until` (0: all) that all runs have scored."""
     values = [dict(zip(outcome.rounds, outcome.values, strict=True)) for outcome in outcomes.values()]

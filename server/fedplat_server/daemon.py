@@ -29,8 +29,7 @@ from fedplat_server.messages.streams import UploadMemory
 from fedplat_server.metrics.service import MetricsService
 from fedplat_server.records import audit
 from fedplat_server.records.lease import Candidate, HeldLease
-from fedplat_server.rpc import serving
-from fedplat_server.rpc.gateway import Follower, GatewayOptions
+from fedplat_server.rpc import gateway, serving
 from fedplat_server.storage import data_dir
 
 if TYPE_CHECKING:
@@ -128,8 +127,8 @@ class Daemon:
             if is_serving:
                 await self._start_once(endpoint)
 
-        options = GatewayOptions(self._config.tls, endpoint.peers.client_of, UploadMemory(self._config.limits))
-        follower = Follower(candidate.holder, endpoint.router, set_serving, options)
+        options = gateway.GatewayOptions(self._config.tls, endpoint.peers.client_of, UploadMemory(self._config.limits))
+        follower = gateway.Follower(candidate.holder, endpoint.router, set_serving, options)
         try:
             return await self._wait_unless_stopped(election.elect(follower.follow))
         finally:

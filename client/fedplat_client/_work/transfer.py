@@ -25,17 +25,10 @@ from fedplat.errors import CodecError, ModelError, PluginError, UserCodeError
 from fedplat.model import ModelFile, Parameters, Read, Segment, Values, apply_step, read_base_values
 from fedplat.model.schema import MESSAGE_KEY
 from fedplat.wire.v1 import fleet_pb2, model_pb2
-from fedplat_client import backoff, cancellation, task
+from fedplat_client import backoff, cancellation, errors, task
 from fedplat_client._auth.authenticator import Connection
 from fedplat_client._state.model_cache import ModelCache, PartialDownload
 from fedplat_client._work import heartbeat
-from fedplat_client.errors import (
-    AssignmentEndedError,
-    CallRefusedError,
-    ServerBusyError,
-    ServerUnavailableError,
-    TransferError,
-)
 from fedplat_client.task import Control
 
 Source: TypeAlias = model_pb2.ModelRef | fleet_pb2.ModelDelta
@@ -61,10 +54,10 @@ def download(connection: Connection, model: Source, part: PartialDownload, contr
         try:
             _append(connection, model, part, control)
             error = "the stream ended early"
-        except ServerUnavailableError as exc:
+        except errors.ServerUnavailableError as exc:
             error, retry = str(exc), exc.retry
-        except CallRefusedError as exc:
-            raise TransferError(f"the server refuses to send the model {model.digest}: {exc}") from exc
+        except errors.CallRefusedError as exc:
+            raise errors.TransferError(f"the server refuses to send the model {model.digest}: {exc}") from exc
         if part.size < model.size_bytes:
             patience.wait_after_break(error, retry, progress=part.size > num_received)
 
@@ -72,7 +65,9 @@ def download(connection: Connection, model: Source, part: PartialDownload, contr
 def decode_model(model: model_pb2.ModelRef, content: bytes) -> Parameters:
     """Decode a model sent with its assignment. Raises `TransferError` for another digest, and `ModelError`."""
     if (digest := hashlib.sha256(content).hexdigest()) != model.digest:
-        raise TransferError(f"the model sent with the assignment has the digest {digest}; expected {model.digest}")
+        raise errors.TransferError(
+            f"the model sent with the assignment has the digest {digest}; expected {model.digest}"
+        )
     return Parameters.from_bytes(content)
 
 
@@ -127,15 +122,15 @@ def upload(
             parts = split_content(content, offset, control.options.clock)
             num_received = connection.upload(header, parts, _limit_timeout(control.remaining_s), control.signal)
             error = "the server stored only a part"
-        except ServerBusyError as exc:
+        except errors.ServerBusyError as exc:
             control.wait(backoff.draw_s(exc.retry or _BUSY, control.options.rng))
             continue
-        except ServerUnavailableError as exc:
+        except errors.ServerUnavailableError as exc:
             num_received, error, retry = None, str(exc), exc.retry
-        except CallRefusedError as exc:
+        except errors.CallRefusedError as exc:
             _stop_if_ended(exc, receiver, control)
             if exc.code not in _OFFSET_REFUSED:
-                raise TransferError(f"the server refuses the update: {exc}") from exc
+                raise errors.TransferError(f"the server refuses the update: {exc}") from exc
             num_received, error = None, str(exc)
         while num_received is None:
             query = fleet_pb2.QueryUploadRequest(token=token, digest=digest, receiver=receiver, name=name)
@@ -145,7 +140,9 @@ def upload(
         if num_received == size_bytes:
             return
         if num_received > size_bytes:
-            raise TransferError(f"the server has {num_received} bytes of the update; expected {size_bytes} at most")
+            raise errors.TransferError(
+                f"the server has {num_received} bytes of the update; expected {size_bytes} at most"
+            )
         patience.wait_after_break(error, retry, progress=num_received > offset)
         offset = num_received
 
@@ -167,7 +164,7 @@ class _Patience:
             self._idle += 1
             backoff.note_failures(self._idle, why)
         if self._idle >= self._control.options.transfer_attempts:
-            raise TransferError(f"{self._name} broke {self._idle} times in a row without progress; last: {why}")
+            raise errors.TransferError(f"{self._name} broke {self._idle} times in a row without progress; last: {why}")
         self._control.wait(self._backoff.next_s(retry))
 
 
@@ -177,7 +174,7 @@ def _append(connection: Connection, model: Source, part: PartialDownload, contro
     with contextlib.closing(received):
         for data in received:
             if part.size + len(data) > model.size_bytes:
-                raise TransferError(f"the server sends more than the {model.size_bytes} bytes that it announced")
+                raise errors.TransferError(f"the server sends more than the {model.size_bytes} bytes that it announced")
             part.write(data)
 
 
@@ -186,16 +183,16 @@ def _query(
 ) -> tuple[int | None, str]:
     try:
         return connection.query_upload(query, control.signal), error
-    except ServerUnavailableError as exc:
+    except errors.ServerUnavailableError as exc:
         return None, str(exc)
-    except CallRefusedError as exc:
+    except errors.CallRefusedError as exc:
         _stop_if_ended(exc, query.receiver, control)
-        raise TransferError(f"the server refuses the update: {exc}") from exc
+        raise errors.TransferError(f"the server refuses the update: {exc}") from exc
 
 
-def _stop_if_ended(exc: CallRefusedError, receiver: str, control: task.Control) -> None:
+def _stop_if_ended(exc: errors.CallRefusedError, receiver: str, control: task.Control) -> None:
     """Raise `Cancelled` if the task's assignment has ended, for example since enough others have reported."""
-    if isinstance(exc, AssignmentEndedError) and not receiver:
+    if isinstance(exc, errors.AssignmentEndedError) and not receiver:
         control.signal.set(cancellation.read_end(exc.text))
         control.signal.check()
 
@@ -260,7 +257,7 @@ class Downloader:
         """Return the model of an assignment. Raises `AssignmentFailedError` if it cannot be loaded."""
         try:
             return self.get(assignment, control)
-        except (TransferError, ModelError, OSError) as exc:
+        except (errors.TransferError, ModelError, OSError) as exc:
             control.signal.check()
             raise heartbeat.AssignmentFailedError(
                 model_pb2.REASON_TRANSFER_FAILED, f"the model could not be loaded: {exc}"
@@ -269,7 +266,7 @@ class Downloader:
     def _download_full(self, model: model_pb2.ModelRef, control: Control) -> DownloadedModel:
         """Download the model; one that exceeds the cache limit, or is used once, is not kept."""
         if model.size_bytes > self.max_model_bytes:
-            raise TransferError(
+            raise errors.TransferError(
                 f"the server's model has {model.size_bytes} bytes; this client accepts at most "
                 f"{self.max_model_bytes}. Raise max_model_bytes to train larger models"
             )
@@ -291,7 +288,7 @@ class Downloader:
                 _logger.info("The delta's base is not in the cache; downloading the full model.", extra=fields)
                 return None
             path = self._rebuild(model, delta, base, control)
-        except (TransferError, ModelError, CodecError, PluginError, UserCodeError, OSError) as exc:
+        except (errors.TransferError, ModelError, CodecError, PluginError, UserCodeError, OSError) as exc:
             control.signal.check()
             _logger.warning("The delta cannot be used; downloading the full model: %s", exc, extra=fields)
             return None
@@ -304,13 +301,13 @@ class Downloader:
         base = ModelFile.open(base_path)
         size_bytes = base.schema.file_size_bytes
         if model.size_bytes != size_bytes or delta.size_bytes >= size_bytes:
-            raise TransferError(
+            raise errors.TransferError(
                 f"a delta of {delta.size_bytes} bytes for a base of {size_bytes} and a model of {model.size_bytes} "
                 "bytes; expected a base and a model of equal size, and a smaller delta"
             )
         format = Format(options_from_text(delta.codec, self.plugins), base.schema)
         if not self.cache.make_room(2 * size_bytes + delta.size_bytes, model.digest, delta.digest, delta.base_digest):
-            raise TransferError("cache_limit_bytes is too small for the model, its base and the delta together")
+            raise errors.TransferError("cache_limit_bytes is too small for the model, its base and the delta together")
         with self.cache.part(delta.digest) as part:
             download(self.connection, delta, part, control)
             self.cache.check(part, delta.digest)

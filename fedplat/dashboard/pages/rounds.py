@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from fedplat.admin import descriptions
-from fedplat.dashboard import formats, rendering
+from fedplat.dashboard import formats, rendering, source
 from fedplat.dashboard.pages.jobs import outcome_counts
-from fedplat.dashboard.source import OptionalResult, Visit, call_if_supported, parse_number
 from fedplat.wire.v1 import admin_pb2
 
 NUM_ASSIGNMENTS = 40
@@ -46,16 +45,16 @@ class TimelineRow:
     text: str
 
 
-def show_round(visit: Visit) -> rendering.Page:
+def show_round(visit: source.Visit) -> rendering.Page:
     """Return the page of an attempt: the last one of the round, unless the parameter `attempt` names another."""
     job = visit.source.show_job(visit.names["job"])
-    round_, attempt = visit.number("round"), parse_number(visit.text("attempt") or "0")
+    round_, attempt = visit.number("round"), source.parse_number(visit.text("attempt") or "0")
     details = visit.source.show_round(job.job_id, round_, attempt)
     privacy = next(iter(visit.source.show_privacy(job.job_id).jobs), None)
     is_private = privacy is not None and privacy.is_private
     each = details.round
     state = visit.choice("state", STATES)
-    assignments: OptionalResult[admin_pb2.ListAssignmentsResponse] = OptionalResult()
+    assignments: source.OptionalResult[admin_pb2.ListAssignmentsResponse] = source.OptionalResult()
     if not visit.source.is_simulation:
         request = admin_pb2.ListAssignmentsRequest(
             job=job.job_id,
@@ -65,7 +64,7 @@ def show_round(visit: Visit) -> rendering.Page:
             page_size=NUM_ASSIGNMENTS,
             page_token=visit.paging.token,
         )
-        assignments = call_if_supported(lambda: visit.server.page(request))
+        assignments = source.call_if_supported(lambda: visit.server.page(request))
     found = assignments.value or admin_pb2.ListAssignmentsResponse()
     data = {
         "job": job,

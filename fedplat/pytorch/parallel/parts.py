@@ -28,20 +28,10 @@ from typing_extensions import override
 from fedplat.config.decoding import prepare_type
 from fedplat.errors import TrainingError
 from fedplat.parallel import Parallel
+from fedplat.pytorch import training
 from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.parallel.apply import TENSOR, Layout
 from fedplat.pytorch.parallel.divided_module import DividedModule
-from fedplat.pytorch.training import (
-    Examples,
-    GradientComputation,
-    Indices,
-    Loss,
-    Scores,
-    StepSchedule,
-    Sums,
-    Trainee,
-    use_seed,
-)
 from fedplat.pytorch.training.stepper import Stepper
 
 
@@ -50,13 +40,13 @@ class RankBatch(NamedTuple):
 
     rank: int
     seed: int
-    indices: Indices
+    indices: training.Indices
     share: float
     """Share of the step's examples; 0 if there are fewer examples than ranks, and `indices` repeats another rank's."""
 
 
 def divide(
-    plan: StepSchedule, num_ranks: int, wanted: Sequence[int], seed: int, begin: int = 0
+    plan: training.StepSchedule, num_ranks: int, wanted: Sequence[int], seed: int, begin: int = 0
 ) -> Iterator[list[RankBatch]]:
     """Yield, for each step from `begin` on, the parts of the logical ranks `wanted` out of `num_ranks`.
 
@@ -71,12 +61,14 @@ def divide(
         ]
 
 
-def _part(seed: int, number: int, rank: int, place: int, indices: Indices, step: Indices) -> RankBatch:
+def _part(
+    seed: int, number: int, rank: int, place: int, indices: training.Indices, step: training.Indices
+) -> RankBatch:
     own = int(np.random.SeedSequence([seed, number, rank, place]).generate_state(1)[0])
     return RankBatch(rank, own, indices if len(indices) else step[:1], len(indices) / len(step))
 
 
-def choose_micro_batch_size(plan: StepSchedule, parallel: Parallel) -> int:
+def choose_micro_batch_size(plan: training.StepSchedule, parallel: Parallel) -> int:
     """Return the number of examples in each micro-batch of a plan."""
     largest = min(plan.batch_size, plan.num_examples)
     return math.ceil(math.ceil(largest / parallel.num_parts) / parallel.num_micro_batches)
@@ -97,11 +89,11 @@ def stage_seed(part: RankBatch, micro_batch: int, stage: int) -> int:
 class PartLoss:
     """The losses of the micro-batches of one part, which are called in their order; adds up their scores."""
 
-    loss: Loss
+    loss: training.Loss
     stepper: Stepper
     part: RankBatch
     size: int
-    scores: Scores
+    scores: training.Scores
     num_called: int = field(default=0, init=False)
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -122,7 +114,7 @@ def compute_stage(
     stage: nn.Module, values: torch.Tensor, seed: int, device: torch.device, autocast: AbstractContextManager[object]
 ) -> torch.Tensor:
     """Return the outputs of a stage for a micro-batch. Raises `TypeError` unless they are one tensor."""
-    with use_seed(device, seed), autocast:
+    with training.use_seed(device, seed), autocast:
         outputs = stage(values)
     if not isinstance(outputs, torch.Tensor):
         raise TypeError(f"a stage returned a {type(outputs).__name__}; expected one tensor")
@@ -148,13 +140,13 @@ def cross_boundary(values: torch.Tensor) -> torch.Tensor:
     return _Boundary.apply(values) if values.is_floating_point() else values.contiguous()  # type: ignore[no-any-return]
 
 
-def sum_scores(ranks: Ranks, scores: Scores) -> Sums:
+def sum_scores(ranks: Ranks, scores: training.Scores) -> training.Sums:
     """Return the sum of the scores over all ranks, on all of them."""
     parts = ranks.all_gather(msgspec.msgpack.encode(scores.sums()))
-    return Sums.total(msgspec.msgpack.decode(each, type=prepare_type(Sums)) for each in parts)
+    return training.Sums.total(msgspec.msgpack.decode(each, type=prepare_type(training.Sums)) for each in parts)
 
 
-class LayoutGradients(GradientComputation):
+class LayoutGradients(training.GradientComputation):
     """Base of gradient computations whose ranks compute parts of every batch, and clip their gradients together."""
 
     def __init__(self, layout: Layout, seed: int, begin: int, parts: Sequence[int]) -> None:
@@ -162,13 +154,13 @@ class LayoutGradients(GradientComputation):
         self._layout, self._seed, self._begin, self._own = layout, seed, begin, parts
 
     @override
-    def smallest_batch(self, trainee: Trainee) -> int:
+    def smallest_batch(self, trainee: training.Trainee) -> int:
         return 1
 
     @override
     def compute_steps(
-        self, trainee: Trainee, stepper: Stepper, plan: StepSchedule, examples: Examples
-    ) -> Iterator[Scores]:
+        self, trainee: training.Trainee, stepper: Stepper, plan: training.StepSchedule, examples: training.Examples
+    ) -> Iterator[training.Scores]:
         """Compute the gradients of each step.
 
         Raises `TrainingError` on all ranks if they do not keep the same values, see `ReplicaCheck`: after the first
@@ -184,17 +176,17 @@ class LayoutGradients(GradientComputation):
 
     @abstractmethod
     def compute_gradients(
-        self, trainee: DividedModule, stepper: Stepper, plan: StepSchedule, examples: Examples
-    ) -> Iterator[Scores]:
+        self, trainee: DividedModule, stepper: Stepper, plan: training.StepSchedule, examples: training.Examples
+    ) -> Iterator[training.Scores]:
         """Compute the gradients of each step; yield the step's scores of this process before the weights change."""
         ...
 
-    def parts(self, plan: StepSchedule) -> Iterator[list[RankBatch]]:
+    def parts(self, plan: training.StepSchedule) -> Iterator[list[RankBatch]]:
         """Yield the parts of each step that this process computes, ordered by their numbers."""
         return divide(plan, self._layout.parallel.num_parts, self._own, self._seed, self._begin)
 
     @override
-    def sum_scores(self, scores: Scores) -> Sums:
+    def sum_scores(self, scores: training.Scores) -> training.Sums:
         return sum_scores(self._layout.ranks, scores)
 
     @override

@@ -9,14 +9,13 @@ import sys
 import msgspec
 from msgspec import structs
 
-from fedplat import texts
+from fedplat import sampling, texts
 from fedplat.rounds import attempts, closing, events, selection, states
 from fedplat.rounds.commands import Context, Transition
 from fedplat.rounds.demand import Demand
 from fedplat.rounds.protocols import averaging
 from fedplat.rounds.protocols.base import AttemptSizes, Ending, RoundProtocol, register
 from fedplat.rounds.records import Attempt, JobState
-from fedplat.sampling import Uniform
 
 _NO_ROLLBACK = "cannot roll back a job with a Flower app, which would not know of it; submit a new job instead"
 
@@ -50,7 +49,7 @@ def _demand(job: JobState, attempt: Attempt) -> Demand | None:
     if attempt.phase is not states.AttemptPhase.SELECTING and not fills_cohort(attempt):
         return None
     demand = selection.training_demand(job, attempt, attempt.target - len(attempt.assignments), 1)
-    return dataclasses.replace(demand, sampling=Uniform(), cohort=frozenset(cohort_of(job)))
+    return dataclasses.replace(demand, sampling=sampling.Uniform(), cohort=frozenset(cohort_of(job)))
 
 
 def _on_drawn(job: JobState, attempt: Attempt, event: events.CandidatesDrawn, context: Context) -> Transition:

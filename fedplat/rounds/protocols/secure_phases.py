@@ -23,8 +23,7 @@ from fedplat.rounds import closing, commands, influence, pacing
 from fedplat.rounds.commands import Command, Context, NextStep, Restart, Transition
 from fedplat.rounds.records import Assignment, Attempt, JobState, SecureMessages
 from fedplat.rounds.states import ATTEMPT_TRANSITIONS, AssignmentState, AttemptPhase, Reason, require
-from fedplat.secure_aggregation.messages import Survivors
-from fedplat.secure_aggregation.setup import Graph
+from fedplat.secure_aggregation import messages, setup
 
 MAX_BARRED = 10_000
 """Maximum number of clients that a job bars."""
@@ -73,13 +72,13 @@ def list_groups(attempt: Attempt) -> list[list[Assignment]]:
     return groups
 
 
-def find_survivors(members: Sequence[Assignment]) -> Survivors:
+def find_survivors(members: Sequence[Assignment]) -> messages.Survivors:
     """Return the survivors of a group whose attempt does not collect any more, and those that dropped out.
 
     A client that has sent no shares is in neither: no mask of it is in the sum.
     """
     positions = [(place, each) for place, each in enumerate(members)]
-    return Survivors(
+    return messages.Survivors(
         survivors=tuple(place for place, each in positions if each.state in _REPORTED),
         dropped=tuple(place for place, each in positions if each.state not in _REPORTED and messages_of(each).shares),
     )
@@ -273,8 +272,8 @@ def _is_over(attempt: Attempt, context: Context) -> bool:
     return attempt.step_ends_at is not None and attempt.step_ends_at <= context.now
 
 
-def _graph(job: JobState, members: Collection[Assignment]) -> Graph:
-    return Graph.of(require_secure(job.spec), len(members))
+def _graph(job: JobState, members: Collection[Assignment]) -> setup.Graph:
+    return setup.Graph.of(require_secure(job.spec), len(members))
 
 
 def _describe_lack(job: JobState, attempt: Attempt, did: str, state: AssignmentState) -> tuple[str, str] | None:

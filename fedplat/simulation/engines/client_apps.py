@@ -23,8 +23,7 @@ from typing_extensions import override
 
 from fedplat import errors, model, randomness
 from fedplat.config.decoding import prepare_type
-from fedplat.flower import identity, records
-from fedplat.flower.apps import EMPTY_STATE, ClientAppRunner
+from fedplat.flower import apps, identity, records
 from fedplat.simulation.engines import trainers, worker_pool
 
 _AT_ONCE = 16
@@ -85,7 +84,7 @@ class LoopAnswers(Answers):
 
     num_workers = 1
 
-    def __init__(self, runner: ClientAppRunner, num_clients: int) -> None:
+    def __init__(self, runner: apps.ClientAppRunner, num_clients: int) -> None:
         self._responder = _Responder(runner, num_clients)
         self._server_states: randomness.GeneratorStates | None = None
 
@@ -120,7 +119,7 @@ class LoopAnswers(Answers):
 class PooledAnswers(Answers):
     """Clients in forked processes, which have imported the app before."""
 
-    def __init__(self, runner: ClientAppRunner, num_clients: int, num_workers: int) -> None:
+    def __init__(self, runner: apps.ClientAppRunner, num_clients: int, num_workers: int) -> None:
         self.num_workers = num_workers
         self._workers = [_Worker(_Responder(runner, num_clients), number) for number in range(num_workers)]
         self._message = b""
@@ -189,7 +188,7 @@ class PooledAnswers(Answers):
 class _Responder:
     """Answers tasks; failures of the app are answers too."""
 
-    def __init__(self, runner: ClientAppRunner, num_clients: int) -> None:
+    def __init__(self, runner: apps.ClientAppRunner, num_clients: int) -> None:
         self.message: model.Parameters | None = None
         self._runner, self._num_clients = runner, num_clients
 
@@ -202,7 +201,7 @@ class _Responder:
             done = self._runner.answer(self.message.copy(), task.client, config, state=state)
         except errors.FedplatError as exc:
             return AppAnswer(task.number, failure=str(exc))
-        kept = b"" if done.state is EMPTY_STATE else done.state.to_bytes()
+        kept = b"" if done.state is apps.EMPTY_STATE else done.state.to_bytes()
         return AppAnswer(task.number, done.reply.to_bytes(), kept)
 
 

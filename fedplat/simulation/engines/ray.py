@@ -22,9 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from typing_extensions import override
 
-from fedplat import errors, extras
+from fedplat import errors, extras, learner
 from fedplat.errors import EngineError
-from fedplat.learner import ArrayLearner
 from fedplat.model import Parameters, Schema
 from fedplat.simulation.engines import worker_pool
 from fedplat.simulation.engines.interface import ClientTask, LocalUpdate
@@ -181,7 +180,7 @@ class RayEngine(FederationEngine):
     def __init__(self, task: ClientTraining, num_workers: int = 0, address: str | None = None) -> None:
         self._federation = task.federation
         self._trainer = make_trainer(task.learner, task.options, task.seed)
-        self._is_module = not isinstance(task.learner, ArrayLearner)
+        self._is_module = not isinstance(task.learner, learner.ArrayLearner)
         data = (task.federation.inputs, task.federation.test_inputs)
         self._cluster = Cluster(num_workers, sum(array.nbytes for array in data), address)
         self._ray = self._cluster.ray

@@ -14,8 +14,7 @@ from fedplat.config.plugins import build_checked
 from fedplat.gossip import combine, compress, messages, mix, mixing
 from fedplat.gossip.mixing import replace_entries
 from fedplat.model import FLOATING, Parameters, Vector
-from fedplat.simulation.clients.device import DeviceAssignment
-from fedplat.simulation.clients.fleet import LinkOptions
+from fedplat.simulation.clients import device, fleet
 from fedplat.simulation.engines.interface import ClientTask, Engine
 from fedplat.simulation.federated.interface import NoTraining, Report
 from fedplat.simulation.federated.training import training_seed
@@ -176,14 +175,14 @@ class SiloTraining(NoTraining):
 
     one_at_a_time = True
 
-    def __init__(self, models: SiloModels, links: LinkOptions) -> None:
+    def __init__(self, models: SiloModels, links: fleet.LinkOptions) -> None:
         super().__init__(models.model_bytes)
         self.models, self.links = models, links
         self.model: Parameters | None = None
         self.scores: Mapping[str, float] = {}
 
     @override
-    def report(self, task: DeviceAssignment) -> Report:
+    def report(self, task: device.DeviceAssignment) -> Report:
         raise AssertionError(task)
 
     @override

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fedplat import errors, extras, initial, job, model, randomness
-from fedplat.config import user_code
-from fedplat.config.toml import make_record
+from fedplat.config import toml, user_code
 from fedplat.errors import JobFileError, MissingExtraError
 from fedplat.learner import ArrayLearner
 from fedplat.simulation.scenario.file import SimulationFile
@@ -112,7 +111,7 @@ def make_job(
     """
     initial = OF_LEARNER if model is None else model if isinstance(model, str) else _reference(model)
     named = {"name": name, "population": name, "trainer": name, "model": {"initial": initial}}
-    return make_record(job.JobSpec, named | {"rounds": rounds, "selection": selection, "config": config} | tables)
+    return toml.make_record(job.JobSpec, named | {"rounds": rounds, "selection": selection, "config": config} | tables)
 
 
 def _reference(function: Callable[[], object]) -> str:

@@ -7,8 +7,7 @@ import numpy as np
 from fedplat import aggregate, codecs, job
 from fedplat.config import label_expressions, plugins, toml
 from fedplat.errors import JobFileError
-from fedplat.job.checks import check_halves
-from fedplat.job.privacy import build_release
+from fedplat.job import checks, privacy
 from fedplat.rounds.protocols.base import find_training
 from fedplat.simulation.clients import Fleet, build_fleet
 from fedplat.simulation.clients.availability import Always
@@ -59,7 +58,7 @@ def check_sums(spec: job.JobSpec) -> None:
         raise JobFileError(
             f'aggregation.{given}: {reason}, so a step is no model; expected the rule "fedavg" with learning_rate = 1'
         )
-    if build_release(spec) is not None:
+    if privacy.build_release(spec) is not None:
         raise JobFileError(f"privacy: {reason}, which noise would make useless; expected none, or another estimator")
     if problem := _describe_more_than_a_mean(spec):
         raise JobFileError(problem.format(reason=reason))
@@ -141,7 +140,7 @@ def check_supported(spec: job.JobSpec) -> None:
     """
     if spec.flower is not None:
         raise JobFileError("flower: a Flower app is simulated from its folder; run fedplat flower run APP_DIR")
-    check_halves(spec)
+    checks.check_halves(spec)
     tables = {"warm_start": spec.warm_start, "server_step": spec.server_step}
     if unsupported := [f"[{name}]" for name, table in tables.items() if table is not None]:
         raise JobFileError(

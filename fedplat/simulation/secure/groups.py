@@ -30,15 +30,6 @@ from typing_extensions import override
 from fedplat.rounds import Assignment, AssignmentId, Attempt, records, states
 from fedplat.rounds.protocols.secure_phases import find_survivors, list_groups, messages_of
 from fedplat.secure_aggregation import encoding, messages
-from fedplat.secure_aggregation.messages import (
-    SIGNATURE_BYTES,
-    Confirmation,
-    KeyAdvertisement,
-    SealedShares,
-    SecureAggregation,
-    Survivors,
-    UnmaskAnswer,
-)
 from fedplat.secure_aggregation.setup import Graph, Setup
 
 
@@ -63,7 +54,7 @@ class MaskedGroup:
         return frozenset(position for position, each in enumerate(self.parts) if each.shares)
 
     @cached_property
-    def survivors(self) -> Survivors:
+    def survivors(self) -> messages.Survivors:
         """The positions whose updates are in the sum, and those that dropped out; fixed once COLLECTING is over."""
         return find_survivors(self.assignments)
 
@@ -73,26 +64,31 @@ class MaskedGroup:
         return frozenset(position for position, each in enumerate(self.parts) if each.confirmation)
 
     @cached_property
-    def sent(self) -> Mapping[int, SealedShares]:
+    def sent(self) -> Mapping[int, messages.SealedShares]:
         """The shares that members have sent."""
-        return {position: SealedShares.from_bytes(self.parts[position].shares) for position in sorted(self.senders)}
+        return {
+            position: messages.SealedShares.from_bytes(self.parts[position].shares) for position in sorted(self.senders)
+        }
 
     @cached_property
-    def confirmations(self) -> Mapping[int, Confirmation]:
+    def confirmations(self) -> Mapping[int, messages.Confirmation]:
         """The confirmations of members."""
         return {
-            position: Confirmation.from_bytes(self.parts[position].confirmation) for position in sorted(self.confirmed)
+            position: messages.Confirmation.from_bytes(self.parts[position].confirmation)
+            for position in sorted(self.confirmed)
         }
 
     @cached_property
-    def answers(self) -> Mapping[int, UnmaskAnswer]:
+    def answers(self) -> Mapping[int, messages.UnmaskAnswer]:
         """The answers of members."""
         return {
-            position: UnmaskAnswer.from_bytes(each.answer) for position, each in enumerate(self.parts) if each.answer
+            position: messages.UnmaskAnswer.from_bytes(each.answer)
+            for position, each in enumerate(self.parts)
+            if each.answer
         }
 
 
-def read_groups(options: SecureAggregation, attempt: Attempt) -> list[MaskedGroup]:
+def read_groups(options: messages.SecureAggregation, attempt: Attempt) -> list[MaskedGroup]:
     """Return the groups of an attempt in order; none before its roster is closed."""
     return [MaskedGroup(Graph.of(options, len(members)), tuple(members)) for members in list_groups(attempt)]
 
@@ -105,7 +101,7 @@ def stand_in(client: int, phase: states.AttemptPhase) -> bytes:
     if phase is not states.AttemptPhase.ADVERTISING:
         return b"\0"
     encryption_key, masking_key = (hashlib.sha256(f"{client} {each}".encode()).digest() for each in range(2))
-    return KeyAdvertisement(encryption_key, masking_key, bytes(SIGNATURE_BYTES)).to_bytes()
+    return messages.KeyAdvertisement(encryption_key, masking_key, bytes(messages.SIGNATURE_BYTES)).to_bytes()
 
 
 class SecureProtocol(Protocol):

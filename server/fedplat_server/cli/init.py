@@ -29,16 +29,6 @@ from fedplat_server.cli.options import (
 from fedplat_server.coordination import owner
 from fedplat_server.database import schema
 from fedplat_server.records import audit
-from fedplat_server.records.audit import (
-    HOST,
-    AuditAction,
-    AuditEntry,
-    OperatorRecord,
-    Role,
-    hash_token,
-    looks_like_token,
-    new_operator_token,
-)
 
 ADMIN = "admin"
 
@@ -113,7 +103,9 @@ def make_certificates(folder: PkiFolder, host: list[str] | None, url: str) -> No
     schema.upgrade(url)
     print_made(before is None, "database", None)
     if made_authority or made_server:
-        entry = AuditEntry(HOST, AuditAction.CERTIFICATES_CHANGED, "init", {"hosts": ", ".join(known)})
+        entry = audit.AuditEntry(
+            audit.HOST, audit.AuditAction.CERTIFICATES_CHANGED, "init", {"hosts": ", ".join(known)}
+        )
         with_store(url, lambda store: store.audit.append([entry]))
 
 
@@ -122,8 +114,8 @@ def make_operator(path: Path, url: str, address: str, folder: PkiFolder) -> None
     names = {record.name for record in with_store(url, lambda store: store.operators.list_operators())}
     if path.exists():
         token = profile.load(path).token
-        known = with_store(url, lambda store: store.operators.find_operator(hash_token(token)))
-        if known is None and (ADMIN in names or not looks_like_token(token)):
+        known = with_store(url, lambda store: store.operators.find_operator(audit.hash_token(token)))
+        if known is None and (ADMIN in names or not audit.looks_like_token(token)):
             raise errors.ConfigError(
                 f"the token in the profile {path} belongs to no operator in this database; move the file away, run "
                 f"fedplat-server operator remove {ADMIN}{repeat_options()} if that operator exists, and repeat init"
@@ -136,12 +128,12 @@ def make_operator(path: Path, url: str, address: str, folder: PkiFolder) -> None
         )
         return
     else:
-        token, _ = new_operator_token()
+        token, _ = audit.new_operator_token()
         profile.save(profile.Profile(server=address, token=token, ca=folder.ca.read_text()), path)
         known = None
         print_made(True, f"operator {ADMIN} with its profile", path)
     if known is None:
-        add_operator_to(url, new_operator(ADMIN, Role.ADMIN), token)
+        add_operator_to(url, new_operator(ADMIN, audit.Role.ADMIN), token)
 
 
 def print_made(made: bool, name: str, path: Path | None) -> None:
@@ -216,22 +208,22 @@ def list_operators(data_dir: DataDir = DEFAULT_DATA_DIR, database: Database = No
 @app.command("remove")
 def remove_operator(name: NameArgument, data_dir: DataDir = DEFAULT_DATA_DIR, database: Database = None) -> None:
     """Remove an operator and revoke its token."""
-    entry = AuditEntry(HOST, AuditAction.OPERATOR_REMOVED, name)
+    entry = audit.AuditEntry(audit.HOST, audit.AuditAction.OPERATOR_REMOVED, name)
     with_store(database_url(data_dir, database), lambda store: store.operators.remove_operator(name, [entry]))
     print(f"operator {name} was removed")
 
 
-def new_operator(name: str, role: str, expires_in_s: float | None = None) -> OperatorRecord:
+def new_operator(name: str, role: str, expires_in_s: float | None = None) -> audit.OperatorRecord:
     """Return the record of an operator created now. Raises `ConfigError` for an invalid name or role."""
     now = time.time()
     expires_unix_s = None if expires_in_s is None else now + expires_in_s
-    return OperatorRecord(audit.checked_name(name), audit.parse_role(role), now, expires_unix_s)
+    return audit.OperatorRecord(audit.checked_name(name), audit.parse_role(role), now, expires_unix_s)
 
 
-def add_operator_to(url: str, record: OperatorRecord, token: str) -> None:
+def add_operator_to(url: str, record: audit.OperatorRecord, token: str) -> None:
     """Add an operator to a database. Raises `OperatorError` if the name is taken."""
     token_hash = audit.hash_token(token)
-    entry = AuditEntry(HOST, AuditAction.OPERATOR_ADDED, record.name, {"role": record.role})
+    entry = audit.AuditEntry(audit.HOST, audit.AuditAction.OPERATOR_ADDED, record.name, {"role": record.role})
     with_store(url, lambda store: store.operators.add_operator(record, token_hash, [entry]))
 
 
@@ -304,5 +296,7 @@ def rotate_ca(
 
 
 def _note(url: str, command: str, folder: PkiFolder) -> None:
-    entry = AuditEntry(HOST, AuditAction.CERTIFICATES_CHANGED, command, {"hosts": ", ".join(folder.hosts())})
+    entry = audit.AuditEntry(
+        audit.HOST, audit.AuditAction.CERTIFICATES_CHANGED, command, {"hosts": ", ".join(folder.hosts())}
+    )
     with_store(url, lambda store: store.audit.append([entry]))

@@ -22,8 +22,7 @@ import typer
 from fedplat import durable, errors, extras
 from fedplat.admin import profile
 from fedplat.extras import install_command
-from fedplat.wire import process_tuning
-from fedplat.wire.auth import Ticket, is_address
+from fedplat.wire import auth, process_tuning
 from fedplat_server import config, dashboard_process, logs
 from fedplat_server.auth.client_directory import ClientDirectory, Enrollments, Trust, hash_secret
 from fedplat_server.auth.pki_folder import LOOPBACK, PkiFolder
@@ -243,7 +242,7 @@ def _check(listen: str, population: str) -> None:
             f"--listen {listen}: this server listens on loopback only, at 127.0.0.1, [::1] or localhost. For clients "
             "on other machines use fedplat-server init --host NAME, and fedplat-server run"
         )
-    if not is_address(listen):
+    if not auth.is_address(listen):
         raise ConfigError(
             f"--listen {listen}: expected a port from 1 to 65535, because profiles and tickets contain the address"
         )
@@ -292,7 +291,7 @@ def _make_ticket(path: Path, url: str, address: str, population: str, folder: Pk
     """Write an enrollment ticket, unless the file has one that is usable for at least a day."""
     trusted = folder.ca.read_text()
 
-    async def find_or_create(store: Store) -> tuple[EnrollmentToken, Ticket, bool]:
+    async def find_or_create(store: Store) -> tuple[EnrollmentToken, auth.Ticket, bool]:
         ticket = _read_ticket(path)
         if ticket is not None and (ticket.server, ticket.population, ticket.ca) == (address, population, trusted):
             token = await store.clients.find_enrollment_token(hash_secret(ticket.secret))
@@ -313,10 +312,10 @@ def _make_ticket(path: Path, url: str, address: str, population: str, folder: Pk
     return path
 
 
-def _read_ticket(path: Path) -> Ticket | None:
+def _read_ticket(path: Path) -> auth.Ticket | None:
     """Return the ticket in a file; None if there is no file, or no ticket in it."""
     try:
-        return Ticket.from_text(path.read_text(encoding="ascii", errors="replace"))
+        return auth.Ticket.from_text(path.read_text(encoding="ascii", errors="replace"))
     except (OSError, errors.TicketError):
         return None
 

@@ -7,14 +7,12 @@ from typing import NamedTuple
 
 from fedplat.rounds import AttemptKey
 from fedplat.rounds.events import ClientRevoked
-from fedplat_server import logs
+from fedplat_server import errors, logs
 from fedplat_server.auth.client_directory import ClientDirectory
 from fedplat_server.coordination.long_polls import LongPolls
 from fedplat_server.coordination.runner import Runner
-from fedplat_server.database.records import ClientRecord
-from fedplat_server.database.sql_audit import AuditStore
+from fedplat_server.database import records, sql_audit
 from fedplat_server.database.sql_clients import ClientStore
-from fedplat_server.errors import Code, RefusedError
 from fedplat_server.records.audit import AuditAction, AuditEntry
 
 BATCH = 100
@@ -46,7 +44,7 @@ class Revocation:
         self._runner = runner
         self._long_polls = long_polls
 
-    async def revoke(self, client_id: str, actor: str) -> ClientRecord:
+    async def revoke(self, client_id: str, actor: str) -> records.ClientRecord:
         """Revoke a client: its long polls end, its assignments fail, and open attempts drop its reports.
 
         Safe to repeat. Raises `RefusedError` if there is no such client.
@@ -55,7 +53,7 @@ class Revocation:
             client_id, [AuditEntry(actor, AuditAction.CLIENT_REVOKED, client_id)]
         )
         if record is None:
-            raise RefusedError(Code.NO_SUCH_CLIENT, client_id)
+            raise errors.RefusedError(errors.Code.NO_SUCH_CLIENT, client_id)
         await self._end(record)
         return record
 
@@ -65,7 +63,7 @@ class Revocation:
         The result has the client after which the next call continues. Safe to repeat.
         """
 
-        def audit(client: ClientRecord) -> list[AuditEntry]:
+        def audit(client: records.ClientRecord) -> list[AuditEntry]:
             return [AuditEntry(actor, AuditAction.CLIENT_REVOKED, client.client_id, {"enrollment": enrolled.token_id})]
 
         after, num_revoked = enrolled.after, 0
@@ -81,7 +79,7 @@ class Revocation:
             after = page[-1].client_id
         return RevokedClients(num_revoked, after)
 
-    async def _end(self, record: ClientRecord) -> None:
+    async def _end(self, record: records.ClientRecord) -> None:
         """End the calls and the assignments of a client that was just revoked."""
         client_id = record.client_id
         self._directory.replace(record)
@@ -96,7 +94,7 @@ MAX_REMEMBERED = 10_000
 class Conflicts:
     """The recorded conflicts, at most one for each assignment, so that a client cannot fill the log."""
 
-    def __init__(self, audit: AuditStore) -> None:
+    def __init__(self, audit: sql_audit.AuditStore) -> None:
         self._audit = audit
         self._noted: OrderedDict[tuple[AttemptKey, str], None] = OrderedDict()
 

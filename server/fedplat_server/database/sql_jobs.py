@@ -25,7 +25,7 @@ from fedplat.rounds.influence import MAX_CLAIMS
 from fedplat.rounds.records import Claim
 from fedplat.rounds.states import HAVE_UPDATES, AttemptPhase
 from fedplat_server import crash_points, errors
-from fedplat_server.database import rows, sql_assignments, sql_ledger, transactions, writes
+from fedplat_server.database import rows, sql_assignments, sql_audit, sql_ledger, transactions, writes
 from fedplat_server.database.records import (
     AttemptFilter,
     AttemptRecord,
@@ -35,7 +35,6 @@ from fedplat_server.database.records import (
     VersionRecord,
     spaced_positions,
 )
-from fedplat_server.database.sql_audit import append_entries, append_events
 from fedplat_server.database.tables import (
     OF_ROUNDS,
     ONE_COMMIT,
@@ -108,8 +107,8 @@ class JobStore:
                 version = rows.version_values(state.job_id, state.latest, now)
                 connection.execute(model_versions.insert().values(version))
                 connection.execute(history.insert().values(row))
-                append_events(connection, [created], now)
-                append_entries(connection, audit, now)
+                sql_audit.append_events(connection, [created], now)
+                sql_audit.append_entries(connection, audit, now)
             return self._load_jobs(connection, now, jobs.c.idempotency_key == idempotency_key)[0]
 
         with crash_points.step("create_job"):
@@ -122,7 +121,7 @@ class JobStore:
         def transaction(connection: Connection) -> None:
             if connection.execute(update).rowcount != 1:
                 raise errors.StoreError(f"there is no job {job_id}")
-            append_entries(connection, audit, self._clock())
+            sql_audit.append_entries(connection, audit, self._clock())
 
         await self._database.write(transaction)
 
@@ -157,8 +156,8 @@ class JobStore:
 
         def transaction(connection: Connection) -> None:
             writes.write(connection, batch)
-            append_events(connection, batch.events, batch.unix_s)
-            append_entries(connection, audit, batch.unix_s)
+            sql_audit.append_events(connection, batch.events, batch.unix_s)
+            sql_audit.append_entries(connection, audit, batch.unix_s)
 
         if batch.jobs or audit:
             with crash_points.step("save"):
@@ -290,7 +289,7 @@ class JobStore:
             spec, _ = self._files.read(job)
             text = f"version {version} was evaluated by the server"
             place = (job_id, spec.name, spec.population, "", row.round, row.attempt)
-            append_events(connection, [EventEntry(EventType.EVALUATION_COMPLETED, *place, text=text)], now)
+            sql_audit.append_events(connection, [EventEntry(EventType.EVALUATION_COMPLETED, *place, text=text)], now)
 
         with crash_points.step("metrics"):
             await self._database.write(transaction)

@@ -20,9 +20,8 @@ from fedplat_server.aggregation import secure_attempts, service
 from fedplat_server.aggregation.backend import AggregationBackend
 from fedplat_server.auth import client_directory, rate_limits
 from fedplat_server.config import ServerConfig
-from fedplat_server.coordination import alert_monitor, owner
+from fedplat_server.coordination import alert_monitor, job_checks, owner
 from fedplat_server.coordination.availability import AvailabilityTracker
-from fedplat_server.coordination.job_checks import Budgets
 from fedplat_server.coordination.long_polls import EventFeed, LongPolls
 from fedplat_server.coordination.progress import Downloads, ProgressTracker
 from fedplat_server.coordination.retention import RetentionTask
@@ -95,7 +94,7 @@ class Files:
 class Production:
     """What makes versions, scores them and removes old ones."""
 
-    budgets: Budgets
+    budgets: job_checks.Budgets
     halves: ServerHalves
     evaluation: EvaluationScheduler
     aggregation: service.Aggregation
@@ -176,7 +175,7 @@ async def _make_production(
     stack: contextlib.AsyncExitStack, mandate: Mandate, coordination: Coordination, files: Files
 ) -> Production:
     config, store, post = mandate.config, mandate.store, coordination.runner.post
-    budgets = Budgets(store)
+    budgets = job_checks.Budgets(store)
     stack.callback(budgets.accountant.close)
     training = ServerTraining(config.trainers, config.data_dir, files.blobs, post, config.plugins.references)
     halves = ServerHalves.make(_make_kind_parts(mandate, coordination, files, training))
@@ -261,7 +260,7 @@ def _make_records(
     stack: contextlib.AsyncExitStack,
     mandate: Mandate,
     coordination: Coordination,
-    budgets: Budgets,
+    budgets: job_checks.Budgets,
     health: StoreHealth | None,
 ) -> Records:
     config, store, coordinator = mandate.config, mandate.store, coordination.runner.coordinator
@@ -286,7 +285,7 @@ def _make_records(
 
 
 def _make_alerts(
-    mandate: Mandate, coordination: Coordination, budgets: Budgets, health: StoreHealth | None
+    mandate: Mandate, coordination: Coordination, budgets: job_checks.Budgets, health: StoreHealth | None
 ) -> alert_monitor.AlertMonitor:
     config, coordinator, clock = mandate.config, coordination.runner.coordinator, asyncio.get_running_loop().time
     alerts = alert_monitor.AlertMonitor(coordinator, coordination.jobs.record, budgets.accountant, clock)

@@ -20,13 +20,11 @@ import uvicorn
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from typing_extensions import override
 
-from fedplat import http_connections
+from fedplat import http_connections, rounds
 from fedplat.http_connections import ConnectionLimits
-from fedplat.rounds import JobState
 from fedplat.rounds.states import ENDED_JOBS
 from fedplat_server import errors, instruments, logs
-from fedplat_server.auth import pki_folder, tls
-from fedplat_server.auth.rate_limits import Bucket, take
+from fedplat_server.auth import pki_folder, rate_limits, tls
 from fedplat_server.config import ServerConfig
 from fedplat_server.coordination.job_checks import Accountant
 from fedplat_server.coordination.runner import Actor, Runner
@@ -97,7 +95,7 @@ class MetricsService:
         def now() -> float:
             return runner.now
 
-        def list_jobs() -> list[JobState]:
+        def list_jobs() -> list[rounds.JobState]:
             return [coordinator.jobs[each.job_id] for each in self.table.all() if each.job_id in coordinator.jobs]
 
         costs = PrivacyCosts(store.ledger, accountant, list_jobs)
@@ -164,7 +162,7 @@ def make_application(
     """Return the ASGI application: `GET /metrics` and `GET /`, for `hosts`. `clock` returns seconds."""
     prometheus_client.disable_created_metrics()  # a time series for each counter and histogram, of no use
     scrape = prometheus_client.make_asgi_app(registry)
-    bucket = Bucket(SCRAPES_PER_MINUTE, clock())
+    bucket = rate_limits.Bucket(SCRAPES_PER_MINUTE, clock())
 
     async def application(scope: _Scope, receive: Any, send: Any) -> None:
         nonlocal bucket
@@ -181,7 +179,7 @@ def make_application(
         elif scope["path"] == "/":
             await _answer(send, 200, _PAGE)
         else:
-            bucket, wait_s = take(bucket, clock(), SCRAPES_PER_MINUTE)
+            bucket, wait_s = rate_limits.take(bucket, clock(), SCRAPES_PER_MINUTE)
             if wait_s:
                 text = f"too many scrapes: at most {SCRAPES_PER_MINUTE:g} a minute\n".encode()
                 await _answer(send, 429, text, (b"retry-after", b"1"))

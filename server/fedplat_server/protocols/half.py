@@ -27,20 +27,16 @@ from typing_extensions import override
 from fedplat import aggregate, report_validation
 from fedplat.codecs import container
 from fedplat.job import JobSpec
-from fedplat.rounds import Assignment, AttemptKey, Change, JobState, Verdict
-from fedplat.rounds.commands import ACCEPTED, RunWarmStart
-from fedplat.rounds.states import Reason
+from fedplat.rounds import Assignment, AttemptKey, Change, JobState, Verdict, commands, states
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
 from fedplat_server.aggregation import backend
 from fedplat_server.auth import client_directory, rate_limits
 from fedplat_server.config import Limits
 from fedplat_server.coordination.long_polls import RETRY_SOON, LongPolls
 from fedplat_server.coordination.runner import Runner
-from fedplat_server.database.records import ClientRecord
-from fedplat_server.database.sql_jobs import JobStore
+from fedplat_server.database import records, sql_jobs
 from fedplat_server.errors import Code, RefusedError
-from fedplat_server.messages import convert, validation
-from fedplat_server.messages.streams import UploadMessage
+from fedplat_server.messages import convert, streams, validation
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.training.server_training import ServerTraining
 from fedplat_server.workers.client import WorkerPool
@@ -88,7 +84,7 @@ class ServerHalf:
 
         Raises `RefusedError` if clients of this kind send none.
         """
-        return ACCEPTED
+        return commands.ACCEPTED
 
     async def size_limit(self, job: JobState, assignment: Assignment) -> int:
         """Return the bytes that an update may have. May raise the errors of a plugin."""
@@ -107,13 +103,13 @@ class ServerHalf:
     # --- its steps and files between clients: fleet. Asked for the kind of the job's training. ---
 
     async def take_step(
-        self, client: ClientRecord, assignment: Assignment, request: fleet_pb2.StepRequest
+        self, client: records.ClientRecord, assignment: Assignment, request: fleet_pb2.StepRequest
     ) -> fleet_pb2.StepResponse:
         """Take a step of a client; see `StepsHalf`. Raises `RefusedError`."""
         raise RefusedError(Code.INVALID_REQUEST, "clients of this job take no steps; expected Report or Fail")
 
     async def receive_file(
-        self, assignment: Assignment, header: fleet_pb2.UploadHeader, messages: AsyncIterator[UploadMessage]
+        self, assignment: Assignment, header: fleet_pb2.UploadHeader, messages: AsyncIterator[streams.UploadMessage]
     ) -> int:
         """Receive a file for another client; return the number of bytes stored so far. Raises `RefusedError`."""
         raise RefusedError(Code.STALE_ASSIGNMENT, "no silo waits for this file")
@@ -136,7 +132,7 @@ class ServerHalf:
             return backend.LocalAggregation(inputs, blobs)
         return backend.WithFallback(inputs, blobs, self._parts.pool.with_backend(job.spec.pool.backend))
 
-    def begin_alone(self, job: JobState, command: RunWarmStart) -> None:
+    def begin_alone(self, job: JobState, command: commands.RunWarmStart) -> None:
         """Make the first version without clients. Asked for the kind of the job's training."""
         self._parts.training.begin(job, command)
 
@@ -178,7 +174,7 @@ class StepPolls:
     """The calls of clients that take steps, whatever the kind of their jobs: how long they wait, and what they send."""
 
     runner: Runner
-    store: JobStore
+    store: sql_jobs.JobStore
     clients: client_directory.ClientDirectory
     long_polls: LongPolls
     quotas: rate_limits.Quotas
@@ -225,7 +221,7 @@ class StepsHalf(ServerHalf, ABC, Generic[_Message]):
 
     @override
     async def take_step(
-        self, client: ClientRecord, assignment: Assignment, request: fleet_pb2.StepRequest
+        self, client: records.ClientRecord, assignment: Assignment, request: fleet_pb2.StepRequest
     ) -> fleet_pb2.StepResponse:
         if (content := request.WhichOneof("content") or "unset") != self.content:
             text = f"the content of the step is {content}; expected {self.content} in this job"
@@ -239,12 +235,12 @@ class StepsHalf(ServerHalf, ABC, Generic[_Message]):
     # --- what differs by the kind -------------------------------------------------------------------------------
 
     @abstractmethod
-    def _read(self, client: ClientRecord, assignment: Assignment, request: fleet_pb2.StepRequest) -> _Message:
+    def _read(self, client: records.ClientRecord, assignment: Assignment, request: fleet_pb2.StepRequest) -> _Message:
         """Return the message of a request. Raises `RefusedError`."""
 
     @abstractmethod
     async def _receive(
-        self, client: ClientRecord, assignment: Assignment, message: _Message
+        self, client: records.ClientRecord, assignment: Assignment, message: _Message
     ) -> fleet_pb2.StepResponse | None:
         """Validate a message, and submit it to the coordinator; return the refusal if it is not accepted.
 
@@ -258,6 +254,6 @@ class StepsHalf(ServerHalf, ABC, Generic[_Message]):
         """Return the input after a message, and whether the client gets it at once, or what it gets after `wait_s`."""
 
 
-def refuse_step(reason: Reason | None = None, text: str = "") -> fleet_pb2.StepResponse:
+def refuse_step(reason: states.Reason | None = None, text: str = "") -> fleet_pb2.StepResponse:
     """Return the response for an assignment that has ended for a reason, or is not known."""
-    return fleet_pb2.StepResponse(refusal=convert.refusal(reason or Reason.STALE, RETRY_SOON, text))
+    return fleet_pb2.StepResponse(refusal=convert.refusal(reason or states.Reason.STALE, RETRY_SOON, text))

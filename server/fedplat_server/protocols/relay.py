@@ -19,8 +19,7 @@ from fedplat.rounds import Assignment, Attempt, AttemptKey, Coordinator, JobStat
 from fedplat.rounds.protocols.gossip import find_state, state_of
 from fedplat.secure_aggregation.relay import sealed_bytes
 from fedplat.wire.v1 import fleet_pb2
-from fedplat_server.auth.client_directory import ClientDirectory
-from fedplat_server.auth.rate_limits import Quotas
+from fedplat_server.auth import client_directory, rate_limits
 from fedplat_server.config import Limits
 from fedplat_server.coordination.long_polls import list_event
 from fedplat_server.errors import Code, RefusedError
@@ -44,7 +43,7 @@ class Relay:
     list_waiting: ListWaiting
     limits: Limits
     coordinator: Coordinator
-    quotas: Quotas
+    quotas: rate_limits.Quotas
     memory: UploadMemory
     relay: RelayStore
     chunks: Chunks
@@ -170,7 +169,7 @@ class SilenceMonitor:
     def __init__(
         self,
         coordinator: Coordinator,
-        clients: ClientDirectory,
+        clients: client_directory.ClientDirectory,
         post: Callable[[events.SilosLost], None],
         clock: Callable[[], float],
     ) -> None:

@@ -14,15 +14,13 @@ from fedplat import rounds, wire
 from fedplat.rounds import AssignmentId, JobState, ModelVersion, commands, events, states
 from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc
-from fedplat_server import __version__, logs
+from fedplat_server import __version__, config, errors, logs
 from fedplat_server.auth.client_directory import Offer
-from fedplat_server.config import Limits
 from fedplat_server.coordination.long_polls import LongPolls, Presence, wait_for_work
 from fedplat_server.coordination.progress import Downloads
 from fedplat_server.coordination.runner import Runner
 from fedplat_server.database import records, sql_jobs
 from fedplat_server.database.records import ClientRecord
-from fedplat_server.errors import Code, RefusedError
 from fedplat_server.instruments import Instruments
 from fedplat_server.messages import convert, streams, validation
 from fedplat_server.protocols.registry import ServerHalves
@@ -76,7 +74,7 @@ class CheckInService(fleet_pb2_grpc.FleetServicer):
     """The method with which a free client waits for an assignment."""
 
     access: client_access.ClientAccess
-    limits: Limits
+    limits: config.Limits
     presence: Presence
     runner: Runner
     long_polls: LongPolls
@@ -173,7 +171,7 @@ class ClientModels:
             if digest in (latest.digest, latest.delta_digest) and job.spec.population == client.population:
                 return
         if client.population not in await self.store.find_populations(digest):
-            raise RefusedError(Code.NO_SUCH_MODEL, digest)
+            raise errors.RefusedError(errors.Code.NO_SUCH_MODEL, digest)
 
     async def send(self, client: records.ClientRecord, digest: str, offset: int) -> AsyncGenerator[bytes]:
         """Yield the messages of a file from an offset on. Raises `RefusedError`."""

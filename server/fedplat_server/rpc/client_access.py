@@ -10,16 +10,14 @@ from typing import Any, TypeVar, cast
 
 from typing_extensions import override
 
-from fedplat import wire
-from fedplat.rounds import Assignment, JobState
+from fedplat import rounds, wire
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc
 from fedplat_server import config, errors, logs
 from fedplat_server.auth import addresses, authentication, client_directory, rate_limits, tls
 from fedplat_server.auth.addresses import Origins
 from fedplat_server.coordination.runner import Runner
-from fedplat_server.database import records, sql_audit, transactions
+from fedplat_server.database import records, sql_audit, sql_jobs, transactions
 from fedplat_server.database.records import ClientRecord
-from fedplat_server.database.sql_jobs import JobStore
 from fedplat_server.messages import validation
 from fedplat_server.records.audit import AuditAction, AuditEntry
 from fedplat_server.rpc import interceptor
@@ -105,18 +103,18 @@ class ClientAccess:
 class AssignmentFinder:
     """Finds assignments and their jobs."""
 
-    def __init__(self, runner: Runner, store: JobStore) -> None:
+    def __init__(self, runner: Runner, store: sql_jobs.JobStore) -> None:
         self._coordinator = runner.coordinator
         self._store = store
 
-    async def find(self, client: ClientRecord, token: str) -> Assignment | None:
+    async def find(self, client: ClientRecord, token: str) -> rounds.Assignment | None:
         """Return the assignment of a token, however old; None if it is not this client's."""
         found = await self._look_up(client, token)
         if found is not None:
             logs.bind(**logs.assignment_fields(found.id))
         return found
 
-    async def find_busy(self, client: ClientRecord, token: str) -> Assignment:
+    async def find_busy(self, client: ClientRecord, token: str) -> rounds.Assignment:
         """Return the assignment of a token on which its client works. Raises `RefusedError`."""
         assignment = await self.find(client, token)
         if assignment is None:
@@ -125,11 +123,11 @@ class AssignmentFinder:
             raise errors.RefusedError(errors.Code.STALE_ASSIGNMENT, assignment.reason or assignment.state)
         return assignment
 
-    def job_of(self, assignment: Assignment) -> JobState:
+    def job_of(self, assignment: rounds.Assignment) -> rounds.JobState:
         """Return the coordinator's state of an assignment's job."""
         return self._coordinator.jobs[assignment.key.job_id]
 
-    async def _look_up(self, client: ClientRecord, token: str) -> Assignment | None:
+    async def _look_up(self, client: ClientRecord, token: str) -> rounds.Assignment | None:
         token_hash = client_directory.hash_secret(token)
         key = self._coordinator.assignment_of(client.client_id)
         current = self._coordinator.find(key, client.client_id) if key is not None else None

@@ -24,8 +24,7 @@ from fedplat_server.coordination.runner import Runner
 from fedplat_server.database.records import ClientRecord
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import convert, streams, validation
-from fedplat_server.protocols import half, registry
-from fedplat_server.protocols.relay import MISSED_HEARTBEATS
+from fedplat_server.protocols import half, registry, relay
 from fedplat_server.rpc import check_in, client_access, interceptor, report_intake
 from fedplat_server.rpc.client_access import AssignmentFinder, ClientAccess
 from fedplat_server.rpc.interceptor import Context
@@ -183,6 +182,6 @@ class WorkingClientsService(fleet_pb2_grpc.FleetServicer):
         if assignment is not None:
             job_id, now = assignment.key.job_id, self.runner.now
             heartbeat_s = self.finder.job_of(assignment).spec.deadlines.heartbeat_s
-            self.progress.record_overdue(client.client_id, job_id, now + MISSED_HEARTBEATS * heartbeat_s)
+            self.progress.record_overdue(client.client_id, job_id, now + relay.MISSED_HEARTBEATS * heartbeat_s)
         reason = (assignment.reason if assignment is not None else None) or states.Reason.STALE
         return fleet_pb2.HeartbeatResponse(stop=convert.refusal(reason, RETRY_SOON))

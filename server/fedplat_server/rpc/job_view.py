@@ -21,9 +21,7 @@ from fedplat.wire.v1 import admin_pb2
 from fedplat_server.auth.client_directory import ClientDirectory
 from fedplat_server.coordination.progress import ProgressTracker
 from fedplat_server.coordination.runner import Runner
-from fedplat_server.database import sql_assignments
-from fedplat_server.database.records import AttemptRecord, JobRecord
-from fedplat_server.database.sql_jobs import JobStore
+from fedplat_server.database import records, sql_assignments, sql_jobs
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import convert, validation
 from fedplat_server.protocols.registry import ServerHalves
@@ -40,31 +38,31 @@ class JobView:
     """Encodes jobs and attempts."""
 
     jobs: JobRegistry
-    store: JobStore
+    store: sql_jobs.JobStore
     halves: ServerHalves
     progress: ProgressTracker
     clients: ClientDirectory
     runner: Runner
 
-    async def show(self, record: JobRecord) -> admin_pb2.Job:
+    async def show(self, record: records.JobRecord) -> admin_pb2.Job:
         """Return a job with its last attempt, as the database has it."""
         attempt = record.state.attempt
         found = await self.store.find_attempts([attempt.key] if attempt is not None else [])
         return self.encode(record, next(iter(found.values()), None))
 
-    def encode(self, record: JobRecord, last: AttemptRecord | None) -> admin_pb2.Job:
+    def encode(self, record: records.JobRecord, last: records.AttemptRecord | None) -> admin_pb2.Job:
         """Encode a job with its last attempt."""
         shown = self.halves.training_of(record.state.spec).show(record.state)
         return convert.job(record, self._round(last, {}) if last is not None else None, shown)
 
-    async def rounds(self, job_id: str, attempts: Sequence[AttemptRecord]) -> list[admin_pb2.Round]:
+    async def rounds(self, job_id: str, attempts: Sequence[records.AttemptRecord]) -> list[admin_pb2.Round]:
         """Encode attempts of a job, with the metrics of the versions that they committed."""
         rounds = {attempt.key.round for attempt in attempts}
         versions = await self.store.list_versions_of_rounds(job_id, rounds) if rounds else ()
         metrics = {(record.version.round, record.version.attempt): record.metrics for record in versions}
         return [self._round(attempt, metrics.get(attempt.key[1:], {})) for attempt in attempts]
 
-    def _round(self, record: AttemptRecord, server_metrics: Mapping[str, float]) -> admin_pb2.Round:
+    def _round(self, record: records.AttemptRecord, server_metrics: Mapping[str, float]) -> admin_pb2.Round:
         job = self.jobs.state(record.key.job_id)
         attempt = job.open_attempt
         if attempt is None or attempt.key != record.key:

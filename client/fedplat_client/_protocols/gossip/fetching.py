@@ -13,12 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedplat.errors import GossipError, SecureAggregationError
-from fedplat.gossip import stated
-from fedplat.gossip.messages import BeginRing
+from fedplat.gossip import messages, ring, stated, topology
 from fedplat.gossip.mixing import find_largest
-from fedplat.gossip.ring import Ring, RingMember, key_payload
 from fedplat.gossip.steps import Contact, Offered, chunk_name
-from fedplat.gossip.topology import MIN_RING
 from fedplat.model import Vector
 from fedplat.secure_aggregation.primitives import KeyPair, is_signature
 from fedplat.wire.v1 import model_pb2
@@ -189,7 +186,7 @@ class RingRun:
     def __init__(  # noqa: PLR0913 -- what is averaged, with whom, and how they are reached
         self,
         job_id: str,
-        begun: BeginRing,
+        begun: messages.BeginRing,
         contacts: Sequence[Contact],
         key: KeyPair,
         model: Vector,
@@ -199,10 +196,10 @@ class RingRun:
     ) -> None:
         own = network.own.client_id
         try:
-            if is_secret and sum(member.share > 0.0 for member in begun.members) < MIN_RING:
-                raise ValueError(f"the mean has fewer than {MIN_RING} models")
+            if is_secret and sum(member.share > 0.0 for member in begun.members) < topology.MIN_RING:
+                raise ValueError(f"the mean has fewer than {topology.MIN_RING} models")
             _check_keys(job_id, begun, contacts, network)
-            self._ring = Ring(
+            self._ring = ring.Ring(
                 job_id=job_id,
                 round=begun.round,
                 attempt=begun.attempt,
@@ -210,7 +207,7 @@ class RingRun:
                 bound=begun.bound,
                 size=model.size,
             )
-            self.member = RingMember(self._ring, own, key, model)
+            self.member = ring.RingMember(self._ring, own, key, model)
             if is_secret:
                 stated.check_shares([member.share for member in begun.members], network.max_share)
             stated.check_bound(begun.bound, find_largest(model))
@@ -273,12 +270,12 @@ class RingRun:
         return ChunkName(offered, chunk_name(self._ring.attempt, step))
 
 
-def _check_keys(job_id: str, begun: BeginRing, contacts: Sequence[Contact], network: PeerNetwork) -> None:
+def _check_keys(job_id: str, begun: messages.BeginRing, contacts: Sequence[Contact], network: PeerNetwork) -> None:
     """Raise `SecureAggregationError` unless each key is signed by its silo, which the owner trusts."""
     if [contact.silo for contact in contacts] != [member.silo for member in begun.members]:
         raise SecureAggregationError("the members of the ring are not those of the contacts")
     for contact, member in zip(contacts, begun.members, strict=True):
-        payload = key_payload(job_id, begun.round, begun.attempt, member.silo, member.key)
+        payload = ring.key_payload(job_id, begun.round, begun.attempt, member.silo, member.key)
         if not is_signature(contact.public_key, member.signature, payload):
             raise SecureAggregationError(f"the key of {member.silo} is not signed by it")
         if contact.silo != network.own.client_id and not network.is_trusted(contact):

@@ -16,16 +16,6 @@ from fedplat.errors import DataError
 from fedplat.packed import ColumnType, PackedReader
 from fedplat.simulation.data.federation import Array, Dataset
 from fedplat.simulation.data.sources import common
-from fedplat.simulation.data.sources.common import (
-    EXACT_INPUTS,
-    EXACT_TARGETS,
-    FILL_IN,
-    InputType,
-    Row,
-    Split,
-    as_inputs,
-    require_exact,
-)
 
 Names = str | list[str]
 """One column, or several; a name may have the wildcards *, ? and [...]."""
@@ -88,8 +78,8 @@ def listing(names: Sequence[str]) -> str:
 
 
 def split_of(
-    table: Any, columns: ColumnNames, row: Row, written: Any | None = None, *, dtype: InputType = "auto"
-) -> Split:
+    table: Any, columns: ColumnNames, row: common.Row, written: Any | None = None, *, dtype: common.InputType = "auto"
+) -> common.Split:
     """Return inputs, targets and other columns of a table.
 
     A single column of lists has its own shape; columns of numbers are stacked to float32 [n, columns], or int64 [n,
@@ -102,19 +92,19 @@ def split_of(
         inputs = numbers(table.column(names[0]), row, names[0])
     else:
         if dtype == "auto":
-            _require_exact(table, names, row, EXACT_INPUTS)
+            _require_exact(table, names, row, common.EXACT_INPUTS)
         inputs = (_stack_whole if dtype == "int64" else _stack)(table, names, row)
     if isinstance(columns.targets, str):
         targets = values(table.column(columns.targets), row, columns.targets)
     else:
-        _require_exact(table, columns.targets, row, EXACT_TARGETS)
+        _require_exact(table, columns.targets, row, common.EXACT_TARGETS)
         targets = _stack(table, columns.targets, row)
     tables = [table] if written is None else [written, table]
     others = {name: next(each.column(name) for each in tables if name in each.column_names) for name in columns.others}
-    return Split(inputs, targets, row, {name: values(column, row, name) for name, column in others.items()})
+    return common.Split(inputs, targets, row, {name: values(column, row, name) for name, column in others.items()})
 
 
-def numbers(column: Any, row: Row, name: str) -> Array:
+def numbers(column: Any, row: common.Row, name: str) -> Array:
     """Return numbers, or lists of numbers of one shape, as an array [n, ...]. Raises `DataError`."""
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -144,7 +134,7 @@ def numbers(column: Any, row: Row, name: str) -> Array:
     raise DataError(f"{found}; expected numbers, or lists of numbers of one shape: correct it, or leave the column out")
 
 
-def values(column: Any, row: Row, name: str) -> Array:
+def values(column: Any, row: common.Row, name: str) -> Array:
     """Return a value of each row: numbers, or texts (also for dates and the like). Raises `DataError`."""
     import pyarrow as pa
 
@@ -165,28 +155,28 @@ def values(column: Any, row: Row, name: str) -> Array:
     return texts[coded.indices.to_numpy()]
 
 
-def _stack_whole(table: Any, names: Sequence[str], row: Row) -> Array:
+def _stack_whole(table: Any, names: Sequence[str], row: common.Row) -> Array:
     """Return columns of whole numbers as int64, each exact. Raises `DataError` for other numbers."""
     parts: list[Array] = []
     for name in names:
         found = numbers(table.column(name), row, name)
         if found.dtype.kind == "f":
             _require_finite(found, row, name)
-        parts.append(as_inputs(found, dtype="int64", row=row))
+        parts.append(common.as_inputs(found, dtype="int64", row=row))
     return np.stack(parts, axis=1)
 
 
-def _require_exact(table: Any, names: Sequence[str], row: Row, advice: str) -> None:
+def _require_exact(table: Any, names: Sequence[str], row: common.Row, advice: str) -> None:
     """Raise `DataError` for the first whole number that float32 rounds."""
     import pyarrow as pa
 
     for name in names:
         column = table.column(name)
         if not column.null_count and pa.types.is_integer(column.type):
-            require_exact(column.to_numpy(), row, f"column {name!r}", advice)
+            common.require_exact(column.to_numpy(), row, f"column {name!r}", advice)
 
 
-def _stack(table: Any, names: Sequence[str], row: Row) -> Array:
+def _stack(table: Any, names: Sequence[str], row: common.Row) -> Array:
     stacked = np.empty((len(table), len(names)), np.float32)
     with np.errstate(over="ignore"):  # what is too large for float32 becomes infinite, which is refused
         for position, name in enumerate(names):
@@ -200,16 +190,16 @@ def _stack(table: Any, names: Sequence[str], row: Row) -> Array:
     return stacked
 
 
-def _require_finite(column: Array, row: Row, name: str) -> None:
+def _require_finite(column: Array, row: common.Row, name: str) -> None:
     if len(missing := np.flatnonzero(~np.isfinite(column))):
-        raise DataError(f"{row(int(missing[0]))}: {column[missing[0]]} in column {name!r}; {FILL_IN}")
+        raise DataError(f"{row(int(missing[0]))}: {column[missing[0]]} in column {name!r}; {common.FILL_IN}")
 
 
-def _require_all(column: Any, row: Row, name: str) -> None:
+def _require_all(column: Any, row: common.Row, name: str) -> None:
     """Raise `DataError` for the first null."""
     if column.null_count:
         first = int(np.flatnonzero(np.asarray(column.is_null()))[0])
-        raise DataError(f"{row(first)}: there is no value in column {name!r}; {FILL_IN}")
+        raise DataError(f"{row(first)}: there is no value in column {name!r}; {common.FILL_IN}")
 
 
 def _is_list(kind: Any) -> bool:
