@@ -23,10 +23,21 @@ from fedplat_server.database.tables import (
 )
 from fedplat_server.errors import OperatorError
 from fedplat_server.records import audit
+from fedplat_server.records.audit import (
+    ALL_ROWS,
+    AuditAction,
+    AuditEntry,
+    AuditFilter,
+    AuditHead,
+    AuditRow,
+    OperatorRecord,
+    Role,
+    require_another_admin,
+)
 from fedplat_server.records.events import Alert, DeliveryState, EventEntry, EventRow, EventType, alert_event
 
 
-def append_entries(connection: Connection, entries: Sequence[audit.AuditEntry], unix_s: float) -> None:
+def append_entries(connection: Connection, entries: Sequence[AuditEntry], unix_s: float) -> None:
     """Append audit entries in the transaction of a change.
 
     Must be the last step of the transaction. The row of the head stays locked until the end, so that the chain cannot
@@ -35,7 +46,7 @@ def append_entries(connection: Connection, entries: Sequence[audit.AuditEntry], 
     if not entries:
         return
     row = connection.execute(select(audit_head).with_for_update()).one()
-    appended, head = audit.chain(entries, unix_s, audit.AuditHead(row.num_rows, row.hash))
+    appended, head = audit.chain(entries, unix_s, AuditHead(row.num_rows, row.hash))
     connection.execute(audit_log.insert(), [dataclasses.asdict(row) for row in appended])
     connection.execute(audit_head.update().values(dataclasses.asdict(head)))
     transactions.appended_rows(connection).audit_actions += [entry.action.value for entry in entries]
@@ -48,13 +59,13 @@ class AuditStore:
         self._database = database
         self._clock = clock
 
-    async def append(self, entries: Sequence[audit.AuditEntry]) -> None:
+    async def append(self, entries: Sequence[AuditEntry]) -> None:
         """Append entries, all or none, as consecutive rows of the chain."""
         await self._database.write(lambda connection: append_entries(connection, entries, self._clock()))
 
     async def list_rows(
-        self, after_sequence: int = 0, limit: int = 1000, which: audit.AuditFilter = audit.ALL_ROWS
-    ) -> list[audit.AuditRow]:
+        self, after_sequence: int = 0, limit: int = 1000, which: AuditFilter = ALL_ROWS
+    ) -> list[AuditRow]:
         """Return rows after a sequence number; with `newest_first`, those before it, or the last ones if it is 0."""
         query = select(audit_log).where(*_matches(which)).limit(limit)
         if which.newest_first:
@@ -62,9 +73,9 @@ class AuditStore:
             query = query.where(audit_log.c.sequence < after_sequence) if after_sequence else query
         else:
             query = query.order_by(audit_log.c.sequence).where(audit_log.c.sequence > after_sequence)
-        return [rows.to_record(row, audit.AuditRow) for row in await self._database.fetch(query)]
+        return [rows.to_record(row, AuditRow) for row in await self._database.fetch(query)]
 
-    async def count_rows(self, after_sequence: int = 0, which: audit.AuditFilter = audit.ALL_ROWS) -> int:
+    async def count_rows(self, after_sequence: int = 0, which: AuditFilter = ALL_ROWS) -> int:
         """Return the number of rows after a sequence number that satisfy a filter."""
         if which.is_total:  # the rows are numbered without gaps
             return max((await self.read_head()).num_rows - after_sequence, 0)
@@ -72,22 +83,22 @@ class AuditStore:
         query = select(func.count()).select_from(audit_log).where(later, *_matches(which))
         return (await self._database.fetch(query))[0][0]
 
-    async def read_head(self) -> audit.AuditHead:
+    async def read_head(self) -> AuditHead:
         """Return the stored head of the log."""
         (row,) = await self._database.fetch(select(audit_head))
-        return audit.AuditHead(row.num_rows, row.hash)
+        return AuditHead(row.num_rows, row.hash)
 
 
 async def list_creators(log: AuditStore) -> dict[str, str]:
     """Return the names of the operators that have made jobs, by the ids of these."""
-    which, creators, last = audit.AuditFilter(action=audit.AuditAction.JOB_CREATED), dict[str, str](), 0
+    which, creators, last = AuditFilter(action=AuditAction.JOB_CREATED), dict[str, str](), 0
     while page := await log.list_rows(last, which=which):
         creators |= {row.subject: row.actor for row in page}
         last = page[-1].sequence
     return creators
 
 
-def _matches(which: audit.AuditFilter) -> list[ColumnElement[bool]]:
+def _matches(which: AuditFilter) -> list[ColumnElement[bool]]:
     conditions: list[ColumnElement[bool]] = []
     if which.actor:
         conditions.append(audit_log.c.actor == which.actor)
@@ -107,9 +118,7 @@ class OperatorStore:
         self._database = database
         self._clock = clock
 
-    async def add_operator(
-        self, operator: audit.OperatorRecord, token_hash: bytes, audit: Sequence[audit.AuditEntry] = ()
-    ) -> None:
+    async def add_operator(self, operator: OperatorRecord, token_hash: bytes, audit: Sequence[AuditEntry] = ()) -> None:
         """Add an operator. Raises `OperatorError` if the name is taken."""
         values = {**dataclasses.asdict(operator), "token_hash": token_hash}
         insert = rows.insert(self._database.dialect, operators).values(values)
@@ -126,7 +135,7 @@ class OperatorStore:
         await self._database.write(transaction)
 
     async def remove_operator(
-        self, name: str, audit: Sequence[audit.AuditEntry] = (), *, keep_an_admin: bool = False
+        self, name: str, audit: Sequence[AuditEntry] = (), *, keep_an_admin: bool = False
     ) -> None:
         """Remove an operator. Raises `OperatorError` if the name is unknown.
 
@@ -135,14 +144,12 @@ class OperatorStore:
         """
         removed = EventEntry(EventType.OPERATOR_REMOVED, subject=name, text=f"operator {name} was removed")
         # Locks the rows in one order: if two admins remove each other, the second waits here and finds one admin less.
-        admins = (
-            select(operators).where(operators.c.role == audit.Role.ADMIN).order_by(operators.c.name).with_for_update()
-        )
+        admins = select(operators).where(operators.c.role == Role.ADMIN).order_by(operators.c.name).with_for_update()
 
         def transaction(connection: Connection) -> None:
             if keep_an_admin:
                 found = [_operator(row) for row in connection.execute(admins)]
-                audit.require_another_admin(found, name, self._clock())
+                require_another_admin(found, name, self._clock())
             if connection.execute(operators.delete().where(operators.c.name == name)).rowcount != 1:
                 raise OperatorError(f"there is no operator {name}")
             append_events(connection, [removed], self._clock())
@@ -150,12 +157,12 @@ class OperatorStore:
 
         await self._database.write(transaction)
 
-    async def find_operator(self, token_hash: bytes) -> audit.OperatorRecord | None:
+    async def find_operator(self, token_hash: bytes) -> OperatorRecord | None:
         """Return the operator with this token, valid or expired."""
         found = await self._database.fetch(select(operators).where(operators.c.token_hash == token_hash))
         return _operator(found[0]) if found else None
 
-    async def list_operators(self, *, after: str = "", limit: int | None = None) -> list[audit.OperatorRecord]:
+    async def list_operators(self, *, after: str = "", limit: int | None = None) -> list[OperatorRecord]:
         """Return the first `limit` operators after a name, by name."""
         # In the order of code points, as in SQLite and Python, whatever the collation of the database is.
         name = operators.c.name.collate("C") if self._database.dialect == "postgresql" else operators.c.name
@@ -163,8 +170,8 @@ class OperatorStore:
         return [_operator(row) for row in await self._database.fetch(later)]
 
 
-def _operator(row: rows.Row) -> audit.OperatorRecord:
-    return audit.OperatorRecord(row.name, audit.Role(row.role), row.created_unix_s, row.expires_unix_s)
+def _operator(row: rows.Row) -> OperatorRecord:
+    return OperatorRecord(row.name, Role(row.role), row.created_unix_s, row.expires_unix_s)
 
 
 # Built once: each round executes it.
