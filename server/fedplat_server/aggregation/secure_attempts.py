@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -23,9 +24,10 @@ from fedplat.secure_aggregation.messages import (
     UnmaskAnswer,
 )
 from fedplat.secure_aggregation.setup import Graph, Setup
-from fedplat_server import logs
+from fedplat_server import logs, retries
 from fedplat_server.database import sql_audit, sql_clients
-from fedplat_server.records.audit import SERVER, AuditAction, AuditEntry
+from fedplat_server.errors import StoreUnavailableError
+from fedplat_server.records.audit import SERVER, AuditAction, AuditEntry, AuditFilter
 from fedplat_server.storage.blobs import BlobStore
 
 MAX_REMEMBERED = 256
@@ -157,8 +159,13 @@ class SecureAttempts:
             "clients gave wrong shares in a secure aggregation", **logs.attempt_fields(key), clients=sorted(client_ids)
         )
         subject = f"{key.job_id} round {key.round} attempt {key.number}"
-        details = {"clients": len(client_ids), "first": shown}
-        await self._audit.append([AuditEntry(SERVER, AuditAction.WRONG_SHARES, subject, details)])
+        entry = AuditEntry(SERVER, AuditAction.WRONG_SHARES, subject, {"clients": len(client_ids), "first": shown})
+
+        async def append() -> None:  # once, also if only the answer was lost, or the server aggregates after a restart
+            if not await self._audit.count_rows(which=AuditFilter(action=entry.action, subject=subject)):
+                await self._audit.append([entry])
+
+        await retries.retry(append, StoreUnavailableError, itertools.repeat(retries.STORE_RETRY_S))
 
     async def _find(self, job: JobState, key: AttemptKey) -> _SecureAttempt:
         found = self._attempts.get(key.job_id)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -37,7 +38,7 @@ from fedplat.secure_aggregation import encoding, messages, unmasking
 from fedplat.secure_aggregation.encoding import Decoded
 from fedplat.secure_aggregation.messages import Confirmation, KeyAdvertisement, SealedShares, UnmaskAnswer
 from fedplat.wire.v1 import fleet_pb2
-from fedplat_server import errors, logs
+from fedplat_server import errors, logs, retries
 from fedplat_server.aggregation import backend
 from fedplat_server.aggregation.backend import Aggregate, AggregationBackend, LocalAggregation
 from fedplat_server.aggregation.secure_attempts import RosterGroup, SecureAttempts, has_begun
@@ -290,7 +291,9 @@ class MaskedAggregation(AggregationBackend):
         job = self._find_job()
         attempt = job.open_attempt
         assert attempt is not None
-        groups, started = await self._secure.groups(job), time.perf_counter()
+        pauses = itertools.repeat(retries.STORE_RETRY_S)
+        groups = await retries.retry(lambda: self._secure.groups(job), errors.StoreUnavailableError, pauses)
+        started = time.perf_counter()
         unmasked = await backend.run_to_the_end(self._unmask, attempt, groups)
         logs.get().info(
             "the masks of all groups were removed",

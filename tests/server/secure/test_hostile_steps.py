@@ -13,6 +13,7 @@ from fedplat.secure_aggregation import messages, setup
 from fedplat.secure_aggregation.messages import KeyAdvertisement, Roster, SealedShares, UnmaskAnswer
 from fedplat.secure_aggregation.setup import FEATURE
 from fedplat.wire.v1 import admin_pb2, model_pb2
+from fedplat_server.errors import StoreUnavailableError
 from fedplat_server.records import audit
 from support import daemons
 from support.daemons import Site, initial_model
@@ -158,6 +159,13 @@ async def test_wrong_shares_are_corrected_and_their_source_is_named(site: Site) 
     requests = [(await work.step()).secure.unmask for work in works]
     names = [member.client_id for member in Roster.from_bytes(works[0].roster).members]
     wrong = names[0]  # the first position's shares are always used
+    losses = iter([True])
+
+    async def lose_the_answer() -> None:
+        if next(losses, False):
+            raise StoreUnavailableError("the answer was lost")
+
+    site.store.after["append"] = lose_the_answer  # of the audit log: the attempt must survive it, and note it once
     for number in sorted(range(len(works)), key=lambda number: works[number].client.client_id not in names):
         answer = works[number].participant.answer(requests[number])
         is_wrong = works[number].client.client_id == wrong
@@ -166,6 +174,7 @@ async def test_wrong_shares_are_corrected_and_their_source_is_named(site: Site) 
     await site.operator.until(job, "job", "COMPLETED")
     (row,) = [row for row in await site.store.inner.audit.list_rows() if row.action == audit.AuditAction.WRONG_SHARES]
     assert wrong in row.details
+    assert not list(losses)
     expected = np.average([each.update for each in works], axis=0, weights=[each.num_examples for each in works])
     model = (await site.operator.model(job)).to_vector()
     np.testing.assert_allclose(model, initial_model().to_vector() + expected, atol=1e-4)
