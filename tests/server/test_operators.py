@@ -25,7 +25,7 @@ from fedplat_server.records import audit
 from fedplat_server.records.audit import Role, new_operator_token
 from fedplat_server.rpc import operator_access
 from fedplat_server.rpc.operator_access import NEEDED_ROLES
-from support import access, daemons
+from support import access, daemons, raw_client
 from support.access import ADMIN_NAME, ADMIN_TOKEN
 from support.daemons import Operator, Site, digest_of, update_of
 from support.jobs import job_file
@@ -37,8 +37,11 @@ LIST_JOBS, GET_STATUS = "/fedplat.wire.v1.Jobs/ListJobs", "/fedplat.wire.v1.Oper
 
 def call(site: Site, method: str, *metadata: tuple[str, str]) -> Any:
     """A call of any method (`/service/name`) with raw bytes; it returns the first response."""
-    made = site.channel.stream_stream(method)(iter([b""]), metadata=metadata)
-    return anext(aiter(made))
+
+    def begin() -> Any:
+        return anext(aiter(site.channel.stream_stream(method)(iter([b""]), metadata=metadata)))
+
+    return raw_client.again(begin)  # the server refuses while the client still sends
 
 
 def bearer(token: str) -> tuple[str, str]:
