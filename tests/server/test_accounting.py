@@ -19,9 +19,9 @@ from support.private_jobs import private
 from support.raw_client import PATIENCE_S
 
 pytestmark = pytest.mark.calm  # they look at threads, not at the store
-CALLS = 28
-"""More than the event loop's default executor has threads (cores + 4) on a machine of up to 23 cores, and fewer than
-one operator may have open."""
+CALLS = 12
+"""More than the event loop's default executor has threads (cores + 4) on a machine of up to 7 cores, and fewer than
+one operator may send at a time (16)."""
 
 
 class Blocked:
