@@ -29,7 +29,7 @@ from rich.console import Console
 
 import limit
 import metered
-from deployment import BIN, ENVIRONMENT, JOB, START_S, Deployment, deploy, intervals
+from deployment import ENVIRONMENT, JOB, START_S, Deployment, deploy, intervals
 from fedplat.admin import AdminClient, submission
 from fedplat.job import parse_job
 from fedplat.model import Parameters
@@ -37,6 +37,7 @@ from fedplat.wire.v1 import admin_pb2
 from models import MODELS, parameters, size_bytes
 from processes import FailedError, Processes, free_port
 from report import Cell, JsonOption, Report, SaveOption, finish
+from systems import create_certificates
 
 POLL_S = 0.2
 TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
@@ -236,12 +237,10 @@ def run_limit(work: Work, folder: Path) -> Round:
     """Run as many rounds as in the long job of a model's bytes without any processing, and return the cost of one."""
     folder.mkdir()
     with Processes(folder, {**os.environ, **ENVIRONMENT}) as processes:
-        init = [BIN / "fedplat-server", "init", "--data-dir", folder, "--host", "127.0.0.1"]
-        if not processes.run(init, START_S):
-            raise FailedError("the certificates of the limit could not be created")
+        pki = str(create_certificates(processes, folder))
         names = ["server", *(f"client-{index}" for index in range(work.clients))]
         common = [str(free_port()), str(work.size)]
-        program, pki = [sys.executable, limit.__file__], str(folder / "pki")
+        program = [sys.executable, limit.__file__]
         serve = ["serve", *common, str(work.clients), str(work.rounds), "inf", pki]
         roles = [serve, *([["work", *common, pki]] * work.clients)]
         for process in [processes.start(name, [*program, *role]) for name, role in zip(names, roles, strict=True)]:

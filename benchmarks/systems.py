@@ -71,9 +71,15 @@ def raw_grpc(plan: Plan, folder: Path) -> Sample:
 def raw_grpc_tls(plan: Plan, folder: Path) -> Sample:
     """Measure the limit with TLS."""
     with Processes(folder, {**os.environ, **ENVIRONMENT}) as processes:
-        if not processes.run([BIN / "fedplat-server", "init", "--data-dir", folder, "--host", "127.0.0.1"], START_S):
-            raise FailedError("the certificates of the limit could not be created")
-    return _raw_grpc(plan, folder, [str(folder / "pki")])
+        pki = create_certificates(processes, folder)
+    return _raw_grpc(plan, folder, [str(pki)])
+
+
+def create_certificates(processes: Processes, folder: Path) -> Path:
+    """Create the certificates with which the limit uses TLS, and return their folder. Raises `FailedError`."""
+    if not processes.run([BIN / "fedplat-server", "init", "--data-dir", folder, "--host", "127.0.0.1"], START_S):
+        raise FailedError("the certificates of the limit could not be created")
+    return folder / "pki"
 
 
 def _raw_grpc(plan: Plan, folder: Path, pki: list[str]) -> Sample:

@@ -3,10 +3,10 @@
 Source: McMahan et al. 2017, "Communication-Efficient Learning of Deep Networks from Decentralized Data",
 arXiv 1602.05629, Algorithm 1, the sum over clients of n_k / n times the update.
 
-They are measurements of the clients' data and no weights, so there is no gradient that a server optimizer could follow.
-A step of FedAdam has a size of its own, and a momentum continues in the old direction: the variance becomes negative,
-and its root NaN. Reddi et al. 2021 (arXiv 2003.00295) avoid BatchNorm for this reason; here the statistics move by the
-mean of the clients' updates, whatever the rule does with the weights.
+Running statistics are measurements of the clients' data and no weights, so there is no gradient that a server optimizer
+could follow. A step of FedAdam has a size of its own, and a momentum continues in the old direction: the variance
+becomes negative, and its root NaN. Reddi et al. 2021 (arXiv 2003.00295) avoid BatchNorm for this reason; here the
+statistics move by the mean of the clients' updates, whatever the rule does with the weights.
 """
 
 from __future__ import annotations

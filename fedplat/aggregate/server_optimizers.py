@@ -1,27 +1,22 @@
 """Server optimizers (FedAvg, FedAvgM, FedAdagrad, FedAdam, FedYogi): from a round's mean update to the model's step.
 
-Source: Reddi et al. 2021, "Adaptive Federated Optimization", arXiv 2003.00295, Algorithm 1 (FedOpt): the mean update
-takes the place of a negative gradient, and ServerOpt is any first-order method.
+Source: Reddi et al. 2021, "Adaptive Federated Optimization", arXiv 2003.00295, Algorithms 1 (FedOpt) and 2. The mean
+update Δ takes the place of a negative gradient, and ServerOpt is any first-order method. The adaptive methods compute
+m ← β₁ m + (1 - β₁) Δ; v; x += η m / (√v + τ), without bias correction, and v starts at τ²:
 
-Source: McMahan et al. 2017, "Communication-Efficient Learning of Deep Networks from Decentralized Data",
+- FedAdagrad: v ← v + Δ²;
+- FedAdam: v ← β₂ v + (1 - β₂) Δ²;
+- FedYogi: v ← v - (1 - β₂) Δ² sign(v - Δ²).
+
+Defaults are as in the paper's experiments (Section 5).
+
+FedAvg: McMahan et al. 2017, "Communication-Efficient Learning of Deep Networks from Decentralized Data",
 arXiv 1602.05629, Algorithm 1; with a server learning rate as in Reddi et al. 2021 (FedOpt with SGD).
 
-Source: Hsu et al. 2019, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual
+FedAvgM: Hsu et al. 2019, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual
 Classification", arXiv 1909.06335, Section 4.3: v ← β v + Δ; the model then moves by η v. With Nesterov's momentum it
 moves by η (Δ + β v), as `torch.optim.SGD(nesterov=True)` does; that is the outer optimizer of DiLoCo, with η = 0.7 and
 β = 0.9 (Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv 2311.08105).
-
-Source: Reddi et al. 2021, "Adaptive Federated Optimization", arXiv 2003.00295, Algorithm 2: m ← β₁ m + (1 -
-β₁) Δ; v by the method's own rule; x += η m / (√v + τ). There is no bias correction, and v starts at τ².
-
-Source: Reddi et al. 2021, "Adaptive Federated Optimization", arXiv 2003.00295, Algorithm 2, the line for FedAdagrad:
-v ← v + Δ². Defaults as in the paper's experiments (Section 5).
-
-Source: Reddi et al. 2021, "Adaptive Federated Optimization", arXiv 2003.00295, Algorithm 2, the line for FedAdam:
-v ← β₂ v + (1 - β₂) Δ². Defaults as in the paper's experiments (Section 5).
-
-Source: Reddi et al. 2021, "Adaptive Federated Optimization", arXiv 2003.00295, Algorithm 2, the line for FedYogi:
-v ← v - (1 - β₂) Δ² sign(v - Δ²). Defaults as in the paper's experiments (Section 5).
 """
 
 from __future__ import annotations
@@ -32,8 +27,8 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
-from fedplat.aggregate import algebra, mean
 from fedplat.aggregate import algebra as ranges
+from fedplat.aggregate import mean
 from fedplat.aggregate.algebra import BaseRule, Partial, Rule, State, Wrapper
 from fedplat.model import Vector, blocks
 
@@ -152,17 +147,17 @@ class AdaptiveOptions(Protocol):
         ...
 
 
-def server_adaptive(options: AdaptiveOptions, second_moment: SecondMoment) -> algebra.Wrapper:
+def server_adaptive(options: AdaptiveOptions, second_moment: SecondMoment) -> Wrapper:
     """Wrap a rule in Algorithm 2 of the paper, with `second_moment` as the rule for v.
 
     The state is `first_moment` (m) and `second_moment` (v), float32 of shape [size].
     """
     beta1, eta, tau = options.beta1, options.learning_rate, options.tau
 
-    def init(size: int) -> algebra.State:
+    def init(size: int) -> State:
         return {"first_moment": np.zeros(size, np.float32), "second_moment": np.full(size, tau**2, np.float32)}
 
-    def update(state: algebra.State, delta: Vector) -> tuple[Vector, algebra.State]:
+    def update(state: State, delta: Vector) -> tuple[Vector, State]:
         first, second, step = (np.empty_like(delta) for _ in range(3))
         for block in blocks(delta.size):  # temporaries of a block's size, not of the model's
             part = delta[block]

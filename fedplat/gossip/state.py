@@ -116,12 +116,12 @@ class GossipState:
     neither success nor failure, and `received` has the squared distances of those that it has got.
 
     `announced`, `edges`, `offers`, `ring`, `completed` and `broken` are of the current round or attempt; `away` are
-    silos that left and have not come back, and `members` those that have announced a model or come back since.
-    `unfinished` are the offers of the last attempt of the round, of which no mean stands, and `late` the means of it
-    that silos have reported. `suspects` are pairs of silos between which rings of this round broke, `excluded` silos
-    that no ring of it has any more, and `restarts` counts how often each silo has given up a ring of it by itself.
-    `left_out` are silos whose numbers exclude them, and why. `consensus` is of the last exchange or ring, `average` the
-    last committed mean, and `reason` why a phase was repeated.
+    silos that left and are still away, and `members` those that have announced a model or come back since. `unfinished`
+    are the offers of the last attempt of the round, of which no mean stands, and `late` the means of it that silos have
+    reported. `suspects` are pairs of silos between which rings of this round broke, `excluded` silos that no ring of it
+    has any more, and `restarts` counts how often each silo has given up a ring of it by itself. `left_out` are silos
+    whose numbers exclude them, and why. `consensus` is of the last exchange or ring, `average` the last committed mean,
+    and `reason` why a phase was repeated.
     """
 
     rules: GossipRules

@@ -14,8 +14,8 @@ the round's further attempts, and what it reports does not count. So one silo ca
 majority can exclude a silo, whose model would be the difference of two means.
 
 Each silo knows its own model, and can subtract it from the mean. So the mean shows a silo's model not only if that is
-nearly all of the mean, but also if it is nearly all that another silo has not contributed itself. A coordinator that
-keeps these limits makes no ring that a silo with the default options refuses.
+nearly all of the mean, but also if it is nearly all of what remains after another silo subtracts its own model. A
+coordinator that keeps these limits makes no ring that a silo with the default options refuses.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def check(spec: JobTables) -> None:
 def check_halves(spec: JobTables) -> None:
     """Raise `JobFileError` if clients of a new job run their half of an algorithm without the server's.
 
-    Stored jobs are read without this check, and a rule of a plugin may be a half that its author has not named.
+    Stored jobs are read without this check, and rules of plugins are not checked: their names may differ.
     """
     algorithm, rule = spec.config.get("algorithm"), name_of(spec.aggregation)
     if algorithm in (drift.FEDDYN, drift.SCAFFOLD) and rule != algorithm and rule in aggregate.RULES:

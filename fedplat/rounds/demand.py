@@ -4,8 +4,8 @@ A million clients may wait, and a thousand be drawn a hundred times. So entering
 k clients uniformly takes O(k) time, and the structure is kept between rounds: a client is examined again only when its
 rest has ended.
 
-It is kept beside the jobs' states, so that no step copies it, and contains only clients that took part. It is derived
-from the stored assignments alone, so that a restarted server rebuilds the same history (`recall`).
+The record of participation is kept beside the jobs' states, so that no step copies it. It has only clients that took
+part, and is derived from the stored assignments alone, so that a restarted server rebuilds the same history (`recall`).
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ class ParticipationHistory:
 
     A client that was assigned in round r is not drawn before round r + min_separation + 1, and never again after it was
     assigned in `max_participations` rounds (0: no limit). Another attempt at round r may draw it, because the attempt
-    before had no result. A round counts even if the client's update was lost or has not arrived: when the next round
+    before had no result. A round counts even if the client's update was lost or is still missing: when the next round
     draws, it is unknown whether the version contains it, and counting too much costs utility, not privacy.
     """
 

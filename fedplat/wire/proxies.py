@@ -3,8 +3,8 @@
 gRPC takes a proxy from the environment without a word about it, and only from names in small letters. Here it is found
 by the rules that most programs have, and given to gRPC as an option, so that messages can name it.
 
-gRPC retries such connections forever with little explanation. `problem` opens a connection of its own and returns the
-cause.
+gRPC retries a failed connection forever, with little explanation. `problem` opens a connection of its own and
+returns the cause.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A fleet: the tables `[simulation.fleet]` and `[simulation.links]`, and arrays of its clients, drawn from a seed.
 
-Both are CSV files with a header, or JSON lines (`.jsonl`) of objects.
+The files that the tables name are CSV files with a header, or JSON lines (`.jsonl`) of objects.
 
 - Devices: `speed` (examples a second), `download`, `upload` (bytes a second), `latency_s`, `examples`, all optional;
   every column `label.NAME` is a label; `client` names the device for the other file. Unknown columns are errors.

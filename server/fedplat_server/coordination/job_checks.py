@@ -1,6 +1,6 @@
 """Checks of a new job: its file, its initial model, and the privacy budget of its population.
 
-All raise `RefusedError`.
+All checks raise `RefusedError`.
 
 A job counts with the releases planned at its creation (`max_releases`, which never changes); a job that has ended
 counts with its releases in the ledger. So starting or resuming a job spends nothing that was not counted.

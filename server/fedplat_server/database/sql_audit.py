@@ -272,7 +272,7 @@ class EventStore:
         oldest = select(events.c.sequence, events.c.unix_s).order_by(events.c.sequence).limit(limit)
 
         def transaction(connection: Connection) -> int:
-            # the first event that a webhook needs, or that its cursor has not reached; None: no event
+            # the first event with a pending delivery, or after the cursor of a webhook; None: no event
             pending = connection.execute(select(func.min(deliveries.c.event_sequence)).where(STILL_PENDING)).scalar()
             cursor = connection.execute(select(func.min(webhooks.c.cursor))).scalar()
             needed = [number for number in (pending, None if cursor is None else cursor + 1) if number is not None]

@@ -1,6 +1,6 @@
 """The execution of transactions: queued, run to their end, retried after conflicts; lists and batches of keys.
 
-For both, a transaction is a plain function of a connection of SQLAlchemy.
+For both databases, a transaction is a plain function of a connection of SQLAlchemy.
 
 A list of keys is a table to join: neither database uses an index for a long list of tuples.
 """

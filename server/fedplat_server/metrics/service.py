@@ -1,8 +1,8 @@
 """The metrics as a part of the daemon: what they show while it leads, and their port `GET /metrics`.
 
-It has no login, so it is bounded: connections, the size and the time of a request, and the number of scrapes. A page
-of another site cannot read it in a browser by a name of its own that resolves to this address: the name of the host is
-checked.
+The port has no login, so it is bounded: connections, the size and the time of a request, and the number of scrapes. A
+page of another site cannot read it in a browser by a name of its own that resolves to this address: the name of the
+host is checked.
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ from fedplat_server.storage.spool_file import (
     SpoolFile,
     name_attempt,
     name_update,
+    resume_upload,
     spool_path_of,
 )
 
@@ -168,16 +169,8 @@ class Spool:
         if size_bytes < 0 or (limit_bytes is not None and size_bytes > limit_bytes):
             raise UploadError(f"{size_bytes} bytes were declared; at most {limit_bytes} are accepted")
         file = self._find(key, digest) or self._replace(key, digest)
-        with file.lock, files.translate_os_errors("opening an upload", "updates"):
-            if file.gone:
-                raise UploadError("the upload was discarded meanwhile; resume at 0")
-            file.load()
-            if (earlier := self._writers.get(file)) is not None:
-                earlier.fence()
-            if offset != file.received:
-                raise UploadError(f"offset {offset} is not where the upload stopped; resume at {file.received}")
-            writer = self._writers[file] = OpenUpload(file, size_bytes, self._writers)
-            return writer
+        with files.translate_os_errors("opening an upload", "updates"):
+            return resume_upload(file, size_bytes, offset, self._writers)
 
     def complete(self, key: AssignmentId, digest: str) -> Path | None:
         """Seal and return the file if it is complete, else return None. A sealed file does not change until deleted.

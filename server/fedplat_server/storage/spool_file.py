@@ -1,10 +1,11 @@
 """Files that grow while they are received: those of the spool, and those that silos send each other.
 
-For silos without a port of their own. The sender has encrypted a file for its receiver
-(`fedplat.secure_aggregation.relay`). It stays in the attempt's folder until the attempt ends; then, and if the server's
-disk is lost, only edges of a round are lost. An upload may be resumed, and replaces one with another digest.
+An upload may be resumed, and replaces one with another digest.
 
-`follow` and `close` run on the event loop; all other methods block, and threads call them.
+`RelayStore` has the files for silos without a port of their own, encrypted by the sender for its receiver
+(`fedplat.secure_aggregation.relay`). A file stays in the attempt's folder until the attempt ends. If the server's disk
+is lost before, only edges of a round are lost. Its `follow` and `close` run on the event loop; all other methods block,
+and threads call them.
 """
 
 from __future__ import annotations
@@ -175,6 +176,23 @@ class OpenUpload:
             os.close(self._descriptor)
 
 
+def resume_upload(file: SpoolFile, size_bytes: int, offset: int, writers: dict[SpoolFile, OpenUpload]) -> OpenUpload:
+    """Return a new writer of a file after its first `offset` bytes, and fence the one that it has in `writers`.
+
+    Raises `UploadError` if the file was removed, or has another number of bytes.
+    """
+    with file.lock:
+        if file.gone:
+            raise UploadError("the upload was discarded meanwhile; resume at 0")
+        file.load()
+        if (earlier := writers.get(file)) is not None:
+            earlier.fence()
+        if offset != file.received:
+            raise UploadError(f"offset {offset} is not where the upload stopped; resume at {file.received}")
+        writer = writers[file] = OpenUpload(file, size_bytes, writers)
+        return writer
+
+
 def spool_path_of(folder: Path, key: rounds.AssignmentId, digest: str) -> Path:
     """Return the path of an update in a spool's folder."""
     return folder / name_attempt(key.attempt) / f"{name_update(key)}-{digest}"
@@ -249,16 +267,8 @@ class RelayStore:
         file = self._find(key)
         if file is None or file.digest != digest:
             file = self._replace(key, digest)
-        with file.lock, files.translate_os_errors("opening a relayed file", "updates"):
-            if file.gone:
-                raise UploadError("the upload was discarded meanwhile; resume at 0")
-            file.load()
-            if (earlier := self._writers.get(file)) is not None:
-                earlier.fence()
-            if offset != file.received:
-                raise UploadError(f"offset {offset} is not where the upload stopped; resume at {file.received}")
-            writer = self._writers[file] = OpenUpload(file, size_bytes, self._writers)
-            return writer
+        with files.translate_os_errors("opening a relayed file", "updates"):
+            return resume_upload(file, size_bytes, offset, self._writers)
 
     def find(self, key: RelayedFile) -> Path | None:
         """Return the path of a complete file; None if it was not sent yet."""

@@ -1,8 +1,9 @@
 """Sends the traces of ended attempts, in the background of the leader.
 
-They are made from stored rows, which are read in the order of the history. The number of the last row that was sent is
-kept in a file of the data folder. So no trace is lost if the daemon is killed or the receiver is away for a while: the
-rows are read again, also by the next leader, and nothing waits in memory. A trace may be sent twice, with the same ids.
+Traces are made from stored rows, which are read in the order of the history. The number of the last row that was sent
+is kept in a file of the data folder. So no trace is lost if the daemon is killed or the receiver is away for a while:
+the rows are read again, also by the next leader, and nothing waits in memory. A trace may be sent twice, with the same
+ids.
 """
 
 from __future__ import annotations

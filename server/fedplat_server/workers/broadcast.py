@@ -1,9 +1,10 @@
 """Rank 0's gRPC server, and the broadcast of its events to the other ranks: the same ones in the same order.
 
-It uses no collective: a pool may be idle for days, and a waiting collective times out. Nor PyTorch's key-value store:
-it is open to every user of the host, and its files only grow. Ranks of one host connect to a Unix socket in a folder of
-their own user, those of several hosts over their network. Events contain the noise keys of private jobs, so they are
-encrypted in both cases. Messages are framed by `multiprocessing.connection`, and never pickled.
+The broadcast uses no collective: a pool may be idle for days, and a waiting collective times out. Nor PyTorch's
+key-value store: it is open to every user of the host, and its files only grow. Ranks of one host connect to a Unix
+socket in a folder of their own user, those of several hosts over their network. Events contain the noise keys of
+private jobs, so they are encrypted in both cases. Messages are framed by `multiprocessing.connection`, and never
+pickled.
 """
 
 from __future__ import annotations
@@ -282,7 +283,7 @@ def _respond(
 ) -> Iterator[protocol.Response]:
     """Yield the responses of a task, and wait until the daemon ends its messages, which it does after the last one.
 
-    A connection that closes while the daemon writes takes with it what the daemon has not read yet.
+    If the connection closed while the daemon writes, the responses that the daemon did not read would be lost.
     """
     yield from iter(responses.get, None)
     receiving.join(_FLUSH_S)

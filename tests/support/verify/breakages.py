@@ -234,12 +234,12 @@ BREAKAGES: Mapping[str, tuple[Callable[..., object], str]] = {
         exchange('{"round": 1, "outcome": {"status": "COMPLETED", "digest": "abc"}}'),
     ),
     "a job file of another world": (jobs.job_file_is_readable, job("draft", "job_file = 'name = 3'")),
-    "a state that nobody noted": (jobs.job_history, job("draft", "status = 'RUNNING'")),
+    "a state that no row of the history has": (jobs.job_history, job("draft", "status = 'RUNNING'")),
     "a state that nobody knows": (
         jobs.assignment_histories,
         assignment("done", 1, 1, "true", "state = 'NONSENSE', reason = 'STALE'"),
     ),
-    "a phase that nobody noted": (
+    "a phase that no row of the history has": (
         jobs.attempt_history,
         attempt("done", 2, 1, "phase = 'COMMITTED', kind = 'EVALUATE'"),
     ),
@@ -260,7 +260,7 @@ BREAKAGES: Mapping[str, tuple[Callable[..., object], str]] = {
         jobs.stray_histories,
         "DELETE FROM attempts WHERE job_id = '{done}' AND number = 1 AND phase = 'ABANDONED'",
     ),
-    "a version that nobody noted": (jobs.version_histories, history("entity = 'version'")),
+    "a version that no row of the history has": (jobs.version_histories, history("entity = 'version'")),
     "a version noted out of order": (jobs.version_histories, history("entity = 'version'", "from_state = '5'")),
     "an entity that nobody knows": (
         jobs.stray_histories,
