@@ -175,11 +175,13 @@ def test_an_interrupted_packing_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "source.py").write_text(WAITING)
     command += ["--shard-mb", "0.01"]
     with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == b"waiting\n"
         (temporary,) = tmp_path.glob(".data-*.tmp")
         assert len([*temporary.iterdir()]) > 1
         process.send_signal(signal.SIGINT)
+        process.stdin.close()  # Python handles a signal that came just before it began to read when the read returns
         assert process.wait(60) == 130
     assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"source.py"}
 
