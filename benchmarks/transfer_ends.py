@@ -29,7 +29,7 @@ from fedplat_client._auth.authenticator import Connection, SignedAccess
 from fedplat_client._auth.enrollment import ClientDescription, ClientSession, Endpoints
 from fedplat_client._state.data_dir import DataDirectory
 from fedplat_client._state.model_cache import ModelCache
-from fedplat_client._work import transfer
+from fedplat_client._work import content, transfer
 from fedplat_client.cancellation import StopSignal
 from fedplat_client.task import Control
 
@@ -180,7 +180,7 @@ def _work(connection: Connection, models: Path, assignment: fleet_pb2.Assignment
 
     def up() -> None:
         update.buffer[:4] = np.frombuffer(os.urandom(3) + b"\0", np.uint8)
-        transfer.upload(connection, assignment.token, transfer.Content(update.pieces), control)
+        transfer.upload(connection, assignment.token, content.Content(update.pieces), control)
 
     answer({"down": down, "up": up})
 

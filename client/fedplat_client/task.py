@@ -13,7 +13,7 @@ import numpy as np
 from fedplat import claims, errors, texts
 from fedplat.client_state import ClientState
 from fedplat.config.plugins import BUILTIN, Plugins
-from fedplat.model import Parameters, Schema
+from fedplat.model import Difference, Parameters, Schema
 from fedplat.wire.v1 import model_pb2
 from fedplat_client._state.privacy_ledger import PrivacyLedger
 from fedplat_client.cancellation import Stop, StopSignal
@@ -120,7 +120,11 @@ class Task:
     name: str
     """Name of the trainer or evaluator."""
     parameters: Parameters
-    """The model to start from; a copy that the trainer may change in place."""
+    """The model to start from; a copy that the trainer may change in place.
+
+    After the trainer has returned, neither these nor the parameters that it returned may change until the update was
+    reported: a large update is computed from them while it is sent. A trainer whose threads go on returns a copy.
+    """
     config: Mapping[str, Scalar] = field(default_factory=dict[str, Scalar])
     """The job's hyper-parameters."""
     job_id: str = ""
@@ -187,6 +191,15 @@ class TrainResult:
         if self.delta is not None:
             return _fit_schema("delta", self.delta, base.schema)
         return _fit_schema("parameters", self.parameters, base.schema).minus(base)
+
+    def to_difference(self, base: Parameters) -> Difference | None:
+        """Return the update's file as one that is computed while it is read; None if the trainer returned the update.
+
+        The result must not change until then. Raises `ModelError` if it does not fit `base`.
+        """
+        if self.delta is not None:
+            return None
+        return _fit_schema("parameters", self.parameters, base.schema).difference(base)
 
     def to_pieces(self, base: Parameters) -> tuple[memoryview, ...]:
         """Return the bytes of the update's file as pieces of memory. Raises `ModelError` if it does not fit `base`."""

@@ -26,6 +26,7 @@ import numpy.typing as npt
 from fedplat.errors import ModelError
 from fedplat.model import file
 from fedplat.model.blocks import BLOCK, WINDOW, Blocks, Vector, VectorBlocks, blocks, is_finite, part_of, windows
+from fedplat.model.difference import Difference, subtract
 from fedplat.model.file import ModelFile
 from fedplat.model.schema import DTYPES, FLOATING, Carry, Schema, Segment, TensorSpec
 from fedplat.model.values import (
@@ -51,6 +52,7 @@ __all__ = [
     "Blocks",
     "Bytes",
     "Carry",
+    "Difference",
     "FlatModel",
     "ModelFile",
     "Parameters",
@@ -236,19 +238,21 @@ class Parameters(Mapping[str, npt.NDArray[Any]]):
 
         Floating-point entries are differences; other entries are copied from these parameters.
         """
-        if difference := self.schema.difference_from(base.schema):
-            raise ModelError(difference)
+        if problem := self.schema.difference_from(base.schema):
+            raise ModelError(problem)
         result = Parameters(self.schema, np.empty_like(self.buffer))
-        with np.errstate(over="ignore"):
-            for run in self.schema.segments:
-                view, trained, origin = (values.segment(run) for values in (result, self, base))
-                if run.dtype not in FLOATING:
-                    view[...] = trained
-                elif run.dtype in ("F64", "F32"):
-                    np.subtract(trained, origin, out=view)
-                else:
-                    view[...] = trained.astype(np.float32) - origin.astype(np.float32)
+        for run in self.schema.segments:
+            subtract(run.dtype, self.segment(run), base.segment(run), result.segment(run))
         return result
+
+    def difference(self, base: Parameters) -> Difference:
+        """Return the file of the update from `base`, see `minus`, computed while it is read.
+
+        Neither these parameters nor `base` may change until then. Raises `ModelError` if `base` has another schema.
+        """
+        if problem := self.schema.difference_from(base.schema):
+            raise ModelError(problem)
+        return Difference(self.schema, self.buffer, base.buffer)
 
     def is_finite(self) -> bool:
         """Return whether no floating-point entry is NaN or infinite, in its own dtype or as float32."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,6 @@ from fedplat_client import Client, Task, TrainResult, TransferError
 from fedplat_client._state import model_cache
 from fedplat_client._state.model_cache import ModelCache
 from fedplat_client._state.two_phase import ClientStateStore, SentReport
-from fedplat_client._work import transfer
 from fedplat_client.cancellation import StopSignal
 from fedplat_client.task import Control
 from support.fake_fleet import FakeFleet
@@ -179,9 +177,11 @@ def test_a_model_that_is_not_a_safetensors_file_is_reported(fleet: FakeFleet, ma
 
 
 @pytest.mark.fault("F14")
+@pytest.mark.parametrize("digest_last", [True, False])
 def test_a_cut_upload_resumes_at_the_byte_that_the_server_names(
-    fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef, base: Parameters
+    fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef, base: Parameters, digest_last: bool
 ) -> None:
+    fleet.digest_last = digest_last
     fleet.cut_uploads = [10, 5000, 5001]  # the first within the header
     fleet.failures["QueryUpload"] = [grpc.StatusCode.UNAVAILABLE]
     fleet.assign(model)
@@ -198,6 +198,8 @@ def test_a_cut_upload_resumes_at_the_byte_that_the_server_names(
 def test_an_upload_continues_from_what_an_earlier_process_sent(
     fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef, base: Parameters
 ) -> None:
+    """Under its digest, which is the same if the training was repeated."""
+    fleet.digest_last = False
     update = trained_update(base).to_bytes()
     digest = hashlib.sha256(update).hexdigest()
     fleet.uploads[digest] += update[:3000]
@@ -219,17 +221,52 @@ def test_an_upload_whose_reply_got_lost_is_not_sent_twice(
 
 
 @pytest.mark.fault("F14")
+@pytest.mark.parametrize(("digest_last", "resumed"), [(True, 0), (False, 4000)])
 def test_an_update_that_a_crashed_server_lost_in_part_is_completed(
-    fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef, base: Parameters
+    fleet: FakeFleet,
+    make_client: MakeClient,
+    model: model_pb2.ModelRef,
+    base: Parameters,
+    digest_last: bool,
+    resumed: int,
 ) -> None:
+    fleet.digest_last = digest_last
     fleet.truncate_at_report = 4000
     fleet.assign(model)
     run(make_client())
     update = trained_update(base).to_bytes()
-    assert [request.offset for request in fleet.requests["Upload"]] == [0, 0, 4000]
+    assert [request.offset for request in fleet.requests["Upload"]] == [0, *([0] if resumed else []), resumed]
     assert fleet.uploads[hashlib.sha256(update).hexdigest()] == update
     assert fleet.calls.count("Report") == 2
     assert "Fail" not in fleet.calls
+
+
+@pytest.mark.fault("F28")
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_an_operator_who_goes_back_to_an_old_server_gets_the_update_under_its_digest(
+    fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef, base: Parameters, is_cut: bool
+) -> None:
+    """The assignment is from a newer one; if the upload had begun there, the client queries the old one first."""
+    fleet.failures["Upload"] = [grpc.StatusCode.UNAVAILABLE] * is_cut
+    fleet.digest_last = False
+    fleet.assign(model, digest_last=True)
+    run(make_client())
+    update = trained_update(base).to_bytes()
+    digest = hashlib.sha256(update).hexdigest()
+    assert [request.digest for request in fleet.requests["Upload"]] == ["", digest]
+    assert (fleet.requests["Report"][0].digest, bytes(fleet.uploads[digest])) == (digest, update)
+
+
+def test_each_training_has_an_upload_of_its_own(
+    fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef
+) -> None:
+    """Two trainings of one assignment may have other updates; their bytes must not be mixed."""
+    for _ in range(2):
+        fleet.assign(model, token="same")
+    run(make_client(), num_tasks=2)
+    names = [request.upload_id for request in fleet.requests["Upload"]]
+    assert len(set(names)) == 2
+    assert [request.upload_id for request in fleet.requests["Report"]] == names
 
 
 @pytest.mark.parametrize(
@@ -288,23 +325,6 @@ def test_a_model_of_many_chunks_moves_in_messages_below_the_limit(fleet: FakeFle
     run(make_client())
     digest = fleet.requests["Report"][0].digest
     assert fleet.uploads[digest] == trained_update(base).to_bytes()
-
-
-@pytest.mark.parametrize(("seconds", "largest"), [(0.01, wire.CHUNK_BYTES), (5.0, wire.UPLOAD_CHUNK_BYTES)])
-def test_parts_grow_where_the_line_is_fast(seconds: float, largest: int) -> None:
-    update = Parameters.from_arrays({"weight": np.arange(10**6, dtype=np.float32)})
-    content, header = update.to_bytes(), len(update.schema.header)
-    for start in (0, 1, header, header + 1, len(content) - 1, len(content)):
-        ticks = itertools.count(0.0, seconds)
-        parts = list(transfer.split_content(transfer.Content(update.pieces), start, ticks.__next__))
-        assert b"".join(parts) == content[start:]
-        assert max(map(len, parts), default=0) == min(largest, len(content) - start)
-
-
-def test_the_digest_is_that_of_the_file(base: Parameters) -> None:
-    content = transfer.Content(base.pieces)
-    assert (content.to_bytes(), content.size_bytes) == (base.to_bytes(), len(base.to_bytes()))
-    assert content.digest == hashlib.sha256(base.to_bytes()).hexdigest()
 
 
 def test_waiting_for_a_transfer_ends_with_the_task() -> None:

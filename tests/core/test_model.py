@@ -133,6 +133,41 @@ def test_minus_and_plus_are_inverse(carry: Carry):
     assert back["count"] == base["count"]  # a step has no integers
 
 
+@pytest.mark.parametrize("scratch_bytes", [8, 24, 1 << 20])
+def test_a_difference_has_the_bytes_of_minus_in_parts_of_any_size_and_from_any_byte(scratch_bytes: int):
+    base, new = Parameters.from_arrays(mixed(0)), Parameters.from_arrays(mixed(1))
+    expected = new.minus(base).to_bytes()
+    difference, scratch = new.difference(base), np.empty(scratch_bytes, np.uint8)
+    assert difference.size_bytes == len(expected)
+    for start in range(len(expected)):
+        part = difference.read(start, scratch)
+        assert 1 <= len(part) <= scratch_bytes
+        assert part == expected[start : start + len(part)]
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_a_difference_of_any_bits_has_the_bits_of_minus(dtype: str):
+    """Also for NaN and infinity, and what rounds or overflows; the expected values are computed at once."""
+    entries = np.random.default_rng(3).integers(0, 256, (2, 64, DTYPES[dtype].itemsize), np.uint8)
+    if dtype == "BOOL":
+        entries &= 1
+    new, base = (Parameters.from_arrays({"w": each.reshape(-1).view(DTYPES[dtype])}) for each in entries)
+    difference, scratch = new.difference(base), np.empty(16, np.uint8)
+    with np.errstate(all="ignore"):
+        expected, start = new.minus(base).to_bytes(), 0
+        while start < len(expected):
+            part = difference.read(start, scratch)
+            assert part == expected[start : start + len(part)]
+            start += len(part)
+        if dtype == "F32":
+            assert expected.endswith((new["w"] - base["w"]).tobytes())
+
+
+def test_a_difference_refuses_another_schema():
+    with pytest.raises(ModelError, match="'first' is missing"):
+        Parameters.from_arrays({}).difference(Parameters.from_arrays({"first": np.zeros(1, np.float32)}))
+
+
 def test_small_dtypes_are_added_in_float32():
     base = Parameters.from_arrays({"w": np.array([1], BF16), "h": np.array([1], np.float16)})
     # 1 + 2⁻⁸ + 2⁻⁹ is above the middle of bfloat16's neighbours 1 and 1 + 2⁻⁷: rounded once, it goes up;

@@ -20,7 +20,7 @@ from fedplat.model import Parameters
 from fedplat.rounds.invariants.records import StoredAttempt, StoredJob
 from fedplat_client import Client, Task, TrainResult
 from fedplat_client._work import training, transfer
-from fedplat_client._work.transfer import Content
+from fedplat_client._work.content import Content
 from support import deployment, processes
 from support.clients import at_work
 from support.crash import recompute

@@ -48,6 +48,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServicer):
         self.receipts: list[fleet_pb2.ReportResponse] = []
         self.stop: fleet_pb2.Refusal | None = None
         self.proceed = fleet_pb2.Continue(remaining_s=60.0)
+        self.digest_last = True  # False: a server before 0.2
         # What clients said.
         self.calls: list[str] = []
         self.requests: dict[str, list[Any]] = defaultdict(list)
@@ -82,6 +83,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServicer):
             "training_timeout_s": 60.0,
             "upload_timeout_s": 60.0,
             "heartbeat_s": 10.0,
+            "digest_last": self.digest_last,
         }
         assignment = fleet_pb2.Assignment(model=model, **(defaults | fields))
         self.plan(fleet_pb2.CheckInResponse(assignment=assignment))
@@ -152,7 +154,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServicer):
     def Upload(self, request_iterator: Iterator[fleet_pb2.UploadRequest], context: Any) -> fleet_pb2.UploadResponse:
         header = next(request_iterator).header
         self._enter("Upload", header, context)
-        data = self.uploads[header.digest]
+        data = self.uploads[self._name_of(header, context)]
         if header.offset != len(data):
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"expected offset {len(data)}")
         limit = self.cut_uploads.pop(0) if self.cut_uploads else header.size_bytes
@@ -168,16 +170,29 @@ class FakeFleet(fleet_pb2_grpc.FleetServicer):
 
     def QueryUpload(self, request: fleet_pb2.QueryUploadRequest, context: Any) -> fleet_pb2.QueryUploadResponse:
         self._enter("QueryUpload", request, context)
-        return fleet_pb2.QueryUploadResponse(received_bytes=len(self.uploads[request.digest]))
+        return fleet_pb2.QueryUploadResponse(received_bytes=len(self.uploads[self._name_of(request, context)]))
+
+    def _name_of(self, request: fleet_pb2.UploadHeader | fleet_pb2.QueryUploadRequest, context: Any) -> str:
+        """The name of an upload; a server before 0.2 does not know ids."""
+        assert not (request.digest and request.upload_id)
+        name = request.digest or (request.upload_id if self.digest_last else "")
+        if not name:
+            _abort(context, grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
+        return name
 
     def Report(self, request: fleet_pb2.ReportRequest, context: Any) -> fleet_pb2.ReportResponse:
         self._enter("Report", request, context)
         if request.update:
             self.uploads[request.digest][:] = request.update
+        file = self.uploads[request.upload_id or request.digest]
         if self.truncate_at_report is not None:
-            del self.uploads[request.digest][self.truncate_at_report :]
+            # Without the size of an upload that has an id, the server does not know which of its bytes are right.
+            del file[0 if request.upload_id else self.truncate_at_report :]
             self.truncate_at_report = None
             context.abort(grpc.StatusCode.ABORTED, "the update has not arrived completely")
+        if request.upload_id:
+            assert hashlib.sha256(file).hexdigest() == request.digest
+            self.uploads[request.digest] = file
         self._leave("Report", context)
         if self.receipts:
             return self.receipts.pop(0)

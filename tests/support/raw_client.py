@@ -203,15 +203,22 @@ class RawClient(Signing):
         """An Upload of these messages, signed over the first of them."""
         return asyncio.ensure_future(again(lambda: self.stub.Upload(requests(), metadata=self.signed("Upload", first))))
 
-    async def query(self, token: str, digest: str) -> int:
-        request = fleet_pb2.QueryUploadRequest(token=token, digest=digest)
+    async def query(self, token: str, digest: str, **fields: str) -> int:
+        request = fleet_pb2.QueryUploadRequest(token=token, digest=digest, **fields)
         answer = await again(lambda: self.stub.QueryUpload(request, metadata=self.signed("QueryUpload", request)))
         return answer.received_bytes
 
     async def report(
-        self, token: str, digest: str = "", num_examples: float = 1.0, metrics: Mapping[str, float] | None = None
+        self,
+        token: str,
+        digest: str = "",
+        num_examples: float = 1.0,
+        metrics: Mapping[str, float] | None = None,
+        upload_id: str = "",
     ) -> fleet_pb2.ReportResponse:
-        request = fleet_pb2.ReportRequest(token=token, digest=digest, num_examples=num_examples, metrics=metrics)
+        request = fleet_pb2.ReportRequest(
+            token=token, digest=digest, num_examples=num_examples, metrics=metrics, upload_id=upload_id
+        )
         return await again(lambda: self.stub.Report(request, metadata=self.signed("Report", request)))
 
     async def report_inline(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from fedplat.client_state import ClientState
 from fedplat.codecs.container import Format
 from fedplat.wire.v1 import fleet_pb2, model_pb2
-from fedplat_client._work import heartbeat, training, transfer
+from fedplat_client._work import heartbeat, training
+from fedplat_client._work.content import Content, Outgoing, StreamedUpdate
 from fedplat_client._work.work import AssignedWork, Trained
 from fedplat_client.task import EvaluateResult, TrainResult
 
@@ -41,18 +42,22 @@ def make_report(work: AssignedWork, result: TrainResult | EvaluateResult) -> fle
     )
 
 
-def _compute(work: AssignedWork) -> tuple[fleet_pb2.ReportRequest, transfer.Content, ClientState]:
-    """Run the trainer. The copies of the model are freed when this returns, if the update is encoded."""
+def _compute(work: AssignedWork) -> tuple[fleet_pb2.ReportRequest, Outgoing, ClientState]:
+    """Run the trainer. The copies of the model are freed when this returns, unless the update is computed later."""
     trained = work.run(work.parts.trainers.find_trainer(work.assignment.trainer), "train")
     return make_report(work, trained.result), _encode(work, trained), trained.client_state
 
 
-def _encode(work: AssignedWork, trained: Trained[TrainResult]) -> transfer.Content:
-    """Return the bytes to send: the update, encoded if the job has a codec."""
+def _encode(work: AssignedWork, trained: Trained[TrainResult]) -> Outgoing:
+    """Return what to send: the update, encoded if the job has a codec, else computed while it is sent if possible."""
     control, result, base = work.control, trained.result, trained.base
     codec = training.read_codec(work.assignment, work.parts.trainers.plugins)
     if codec is None:
-        return transfer.Content(training.fit_model(control, lambda: result.to_pieces(base)))
+        if work.assignment.digest_last and base.schema.file_size_bytes > work.options.inline_limit_bytes:
+            difference = training.fit_model(control, lambda: result.to_difference(base))
+            if difference is not None:
+                return StreamedUpdate(difference)
+        return Content(training.fit_model(control, lambda: result.to_pieces(base)))
     update = training.fit_model(control, lambda: result.to_update(base))
     seed = work.options.rng.getrandbits(128)
     with training.guard(control, "the trainer's result cannot be encoded"):

@@ -22,7 +22,8 @@ from fedplat.secure_aggregation.participant import Participant
 from fedplat.secure_aggregation.setup import Setup, digest_task
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client._state.two_phase import ServedAttempts
-from fedplat_client._work import heartbeat, training, transfer
+from fedplat_client._work import heartbeat, training
+from fedplat_client._work.content import Content
 from fedplat_client._work.work import AssignedWork
 from fedplat_client.options import ClientOptions
 from fedplat_client.task import Scalar, TrainResult
@@ -67,7 +68,7 @@ class SecureExchange:
                 model_pb2.REASON_TRAINER_ERROR, f"the trainer's result cannot be encoded: {exc}"
             ) from exc
 
-    def mask(self) -> transfer.Content:
+    def mask(self) -> Content:
         """Exchange keys and shares with the other clients, and return the file with the masked vector.
 
         The attempt is recorded before the first message, so that the client never takes part in it again.
@@ -79,7 +80,7 @@ class SecureExchange:
             _, roster = self._send({"roster"}, keys=self._participant.advertise())
             _, held = self._send({"shares"}, shares=self._participant.share(roster))
             self._participant.mask(held, vector)
-        return transfer.Content(tuple(memoryview(part) for part in encoding.write_file(self._setup, vector)))
+        return Content(tuple(memoryview(part) for part in encoding.write_file(self._setup, vector)))
 
     def unmask(self) -> None:
         """Wait for the survivors, and send the shares that remove the masks from their sum."""

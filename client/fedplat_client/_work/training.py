@@ -22,7 +22,8 @@ from fedplat.model import Parameters, Values
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client._state.privacy_ledger import PrivacyLedger
 from fedplat_client._state.two_phase import ClientStateStore, Residuals, SentReport, WasMerged
-from fedplat_client._work import heartbeat, transfer
+from fedplat_client._work import heartbeat
+from fedplat_client._work.content import Content
 from fedplat_client._work.heartbeat import AssignmentFailedError
 from fedplat_client.errors import CallError, ServerUnavailableError
 from fedplat_client.task import Control, EvaluateFunction, EvaluateResult, Scalar, Task, TrainFunction, TrainResult
@@ -157,7 +158,7 @@ def read_codec(assignment: fleet_pb2.Assignment, plugins: Plugins) -> codecs.Cod
 
 def encode(
     assignment: fleet_pb2.Assignment, update: Values, format: Format, seed: int, residuals: Residuals, merged: WasMerged
-) -> transfer.Content:
+) -> Content:
     """Return the encoded file of an update.
 
     `seed` seeds the codec's randomness. If the residual cannot be read or stored, encode without feedback. Raises
@@ -174,7 +175,7 @@ def encode(
             _logger.warning("The codec's residual cannot be stored: %s", exc)
         except errors.CodecError:
             is_residual_broken = True
-    content = transfer.Content.merge_parts(format.encode(update, np.random.default_rng(seed)))
+    content = Content.merge_parts(format.encode(update, np.random.default_rng(seed)))
     if is_residual_broken:  # the update alone can be encoded, so the residual is the cause
         residuals.forget(assignment.job_id)
     return content
@@ -182,12 +183,12 @@ def encode(
 
 def _encode_with_feedback(
     assignment: fleet_pb2.Assignment, update: Values, format: Format, seed: int, residuals: Residuals, merged: WasMerged
-) -> transfer.Content | None:
+) -> Content | None:
     """Return None if the new residual exceeds the size limit; the stored residual then stays."""
     size, name = format.schema.num_floating, hashlib.sha256(format.prefix).hexdigest()
     residual = residuals.load(assignment.job_id, name, size, _or_unknown(merged))
     pieces, left_out = format.encode_with_feedback(update, residual, np.random.default_rng(seed))
-    content = transfer.Content.merge_parts(pieces)
+    content = Content.merge_parts(pieces)
     sent = SentReport(assignment.token, content.digest)
     return content if residuals.stage(assignment.job_id, name, sent, left_out) else None
 

@@ -9,16 +9,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from fedplat import wire
 from fedplat.codecs.container import Format, options_from_text
 from fedplat.config.plugins import BUILTIN, Plugins
 from fedplat.errors import CodecError, ModelError, PluginError, UserCodeError
@@ -29,14 +27,15 @@ from fedplat_client import backoff, cancellation, errors, task
 from fedplat_client._auth.authenticator import Connection
 from fedplat_client._state.model_cache import ModelCache, PartialDownload
 from fedplat_client._work import heartbeat
+from fedplat_client._work.content import Outgoing, StreamedUpdate
 from fedplat_client.task import Control
 
 Source: TypeAlias = model_pb2.ModelRef | fleet_pb2.ModelDelta
 """A download: it has a digest and a size."""
-_FAST_PIECE_S = 0.5
-"""If a piece was sent within this time, the next one is larger."""
 _BUSY = model_pb2.RetryWindow(min_s=1.0, max_s=10.0)
 """Retry window for a busy server that sends none."""
+# What a server before 0.2 says of an upload without a digest, for example one to which its operator has gone back.
+_INVALID = "INVALID_ARGUMENT"
 # The server has another number of bytes than expected: query the number and resume from there.
 _OFFSET_REFUSED = frozenset({"OUT_OF_RANGE", "FAILED_PRECONDITION", "ALREADY_EXISTS"})
 
@@ -71,80 +70,100 @@ def decode_model(model: model_pb2.ModelRef, content: bytes) -> Parameters:
     return Parameters.from_bytes(content)
 
 
-@dataclass(frozen=True)
-class Content:
-    """The bytes of an upload, as pieces of memory that must not change during it."""
-
-    pieces: tuple[memoryview, ...]
-
-    @classmethod
-    def merge_parts(cls, parts: Iterable[bytes]) -> Content:
-        """Copy many small parts into one piece."""
-        whole = bytearray()
-        for part in parts:
-            whole += part
-        return cls((memoryview(whole),))
-
-    @property
-    def size_bytes(self) -> int:
-        """Total size of the pieces."""
-        return sum(map(len, self.pieces))
-
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 of the concatenated pieces, hexadecimal."""
-        sha256 = hashlib.sha256()
-        for piece in self.pieces:
-            sha256.update(piece)
-        return sha256.hexdigest()
-
-    def to_bytes(self) -> bytes:
-        """Concatenate the pieces."""
-        return b"".join(self.pieces)
-
-
 def upload(
-    connection: Connection, token: str, content: Content, control: task.Control, receiver: str = "", name: str = ""
+    connection: Connection, token: str, content: Outgoing, control: task.Control, receiver: str = "", name: str = ""
 ) -> None:
     """Upload an update; or a file for another client, `receiver`, by its name.
 
     Raises `TransferError`, `IdentityError`, or `Cancelled` if the task is stopped, or its assignment has ended.
     """
-    digest, size_bytes = content.digest, content.size_bytes
-    patience = _Patience(control, "the upload of the update")
-    offset = 0
-    while True:
+    _Upload(connection, token, content, control, receiver, name).run()
+
+
+@dataclass(frozen=True)
+class _Upload:
+    """The calls of an upload, see `upload`. `run` repeats them until the server has all bytes."""
+
+    connection: Connection
+    token: str
+    content: Outgoing
+    control: task.Control
+    receiver: str
+    name: str
+
+    def run(self) -> None:
+        control, size_bytes = self.control, self.content.size_bytes
+        patience = _Patience(control, "the upload of the update")
+        offset = 0
+        while True:
+            retry = None
+            try:
+                num_received = self._send(offset)
+                error = "the server stored only a part"
+            except errors.ServerBusyError as exc:
+                control.wait(backoff.draw_s(exc.retry or _BUSY, control.options.rng))
+                continue
+            except errors.ServerUnavailableError as exc:
+                num_received, error, retry = None, str(exc), exc.retry
+            except errors.CallRefusedError as exc:
+                self._raise_unless_resumable(exc, _OFFSET_REFUSED)
+                num_received, error = None, str(exc)
+            while num_received is None:
+                num_received, error = self._query(error)
+                if num_received is None:
+                    patience.wait_after_break(error, retry, progress=False)
+            if num_received == size_bytes:
+                return
+            if num_received > size_bytes:
+                raise errors.TransferError(
+                    f"the server has {num_received} bytes of the update; expected {size_bytes} at most"
+                )
+            patience.wait_after_break(error, retry, progress=num_received > offset)
+            offset = num_received
+
+    def _send(self, offset: int) -> int:
+        """Send the bytes from an offset on; return the number of bytes that the server now has."""
+        digest, upload_id = self._names()
         header = fleet_pb2.UploadHeader(
-            token=token, digest=digest, size_bytes=size_bytes, offset=offset, receiver=receiver, name=name
+            token=self.token,
+            digest=digest,
+            size_bytes=self.content.size_bytes,
+            offset=offset,
+            receiver=self.receiver,
+            name=self.name,
+            upload_id=upload_id,
         )
-        retry = None
+        control = self.control
+        parts = self.content.split(offset, control.options.clock)
+        return self.connection.upload(header, parts, _limit_timeout(control.remaining_s), control.signal)
+
+    def _query(self, error: str) -> tuple[int | None, str]:
+        """Return the number of bytes that the server has, or None if it is not known; and the last error."""
+        digest, upload_id = self._names()
+        query = fleet_pb2.QueryUploadRequest(
+            token=self.token, digest=digest, receiver=self.receiver, name=self.name, upload_id=upload_id
+        )
         try:
-            parts = split_content(content, offset, control.options.clock)
-            num_received = connection.upload(header, parts, _limit_timeout(control.remaining_s), control.signal)
-            error = "the server stored only a part"
-        except errors.ServerBusyError as exc:
-            control.wait(backoff.draw_s(exc.retry or _BUSY, control.options.rng))
-            continue
+            return self.connection.query_upload(query, self.control.signal), error
         except errors.ServerUnavailableError as exc:
-            num_received, error, retry = None, str(exc), exc.retry
+            return None, str(exc)
         except errors.CallRefusedError as exc:
-            _stop_if_ended(exc, receiver, control)
-            if exc.code not in _OFFSET_REFUSED:
-                raise errors.TransferError(f"the server refuses the update: {exc}") from exc
-            num_received, error = None, str(exc)
-        while num_received is None:
-            query = fleet_pb2.QueryUploadRequest(token=token, digest=digest, receiver=receiver, name=name)
-            num_received, error = _query(connection, query, control, error)
-            if num_received is None:
-                patience.wait_after_break(error, retry, progress=False)
-        if num_received == size_bytes:
-            return
-        if num_received > size_bytes:
-            raise errors.TransferError(
-                f"the server has {num_received} bytes of the update; expected {size_bytes} at most"
-            )
-        patience.wait_after_break(error, retry, progress=num_received > offset)
-        offset = num_received
+            self._raise_unless_resumable(exc)
+            return None, str(exc)
+
+    def _names(self) -> tuple[str, str]:
+        """Return the digest and the id by which the server knows the upload; one of them is empty."""
+        content = self.content
+        return ("", content.upload_id) if content.upload_id else (content.digest, "")
+
+    def _raise_unless_resumable(self, exc: errors.CallRefusedError, resumable: Collection[str] = ()) -> None:
+        """Raise the error of a refused upload, unless it may continue: after a query, or under its digest."""
+        _stop_if_ended(exc, self.receiver, self.control)
+        content = self.content
+        if isinstance(content, StreamedUpdate) and content.upload_id and exc.code == _INVALID:
+            content.forget_id()
+        elif exc.code not in resumable:
+            raise errors.TransferError(f"the server refuses the update: {exc}") from exc
 
 
 class _Patience:
@@ -178,36 +197,11 @@ def _append(connection: Connection, model: Source, part: PartialDownload, contro
             part.write(data)
 
 
-def _query(
-    connection: Connection, query: fleet_pb2.QueryUploadRequest, control: task.Control, error: str
-) -> tuple[int | None, str]:
-    try:
-        return connection.query_upload(query, control.signal), error
-    except errors.ServerUnavailableError as exc:
-        return None, str(exc)
-    except errors.CallRefusedError as exc:
-        _stop_if_ended(exc, query.receiver, control)
-        raise errors.TransferError(f"the server refuses the update: {exc}") from exc
-
-
 def _stop_if_ended(exc: errors.CallRefusedError, receiver: str, control: task.Control) -> None:
     """Raise `Cancelled` if the task's assignment has ended, for example since enough others have reported."""
     if isinstance(exc, errors.AssignmentEndedError) and not receiver:
         control.signal.set(cancellation.read_end(exc.text))
         control.signal.check()
-
-
-def split_content(content: Content, start: int, clock: Callable[[], float]) -> Iterator[memoryview]:
-    """Yield the content from `start` on in parts: small ones on a slow line, larger and cheaper ones on a fast one."""
-    size = wire.UPLOAD_CHUNK_BYTES
-    for piece in content.pieces:
-        while start < len(piece):
-            began = clock()
-            yield piece[start : start + size]
-            start = min(start + size, len(piece))
-            fast = clock() - began < _FAST_PIECE_S
-            size = min(2 * size, wire.CHUNK_BYTES) if fast else wire.UPLOAD_CHUNK_BYTES
-        start -= len(piece)
 
 
 def _limit_timeout(timeout_s: float) -> float:

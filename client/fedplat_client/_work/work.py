@@ -21,9 +21,9 @@ from fedplat_client._auth.authenticator import Connection
 from fedplat_client._state import data_dir, two_phase
 from fedplat_client._state.two_phase import ClientStateStore, Residuals, SentReport, WasMerged
 from fedplat_client._work import heartbeat, training, transfer
+from fedplat_client._work.content import Outgoing
 from fedplat_client._work.heartbeat import AssignmentFailedError, CheckInResult, Heartbeat
 from fedplat_client._work.training import LocalTrainers, stage_client_state
-from fedplat_client._work.transfer import Content
 from fedplat_client.backoff import Backoff, retry
 from fedplat_client.errors import CallRefusedError, ServerUnavailableError, TransferError
 from fedplat_client.options import ClientOptions
@@ -105,24 +105,27 @@ class AssignedWork:
             result = function(parts.trainers.make_task(assignment, working, client_state, control))
         return Trained(result, base, client_state, merged)
 
-    def send(self, request: fleet_pb2.ReportRequest, content: Content, client_state: ClientState) -> None:
-        """Upload the update of a training, or put a small one into its report."""
+    def send(self, request: fleet_pb2.ReportRequest, content: Outgoing, client_state: ClientState) -> None:
+        """Upload the update of a training, or put a small one into its report.
+
+        The client state is stored afterwards, with the digest, which may not be known before; and before the report.
+        """
         self.control.trained = True
-        report = SentReport(self.assignment.token, content.digest)
-        stage_client_state(self.parts.client_states, self.assignment.job_id, report, client_state, self.control)
         with self.span("upload"):
-            request.digest = content.digest
             if content.size_bytes > self.options.inline_limit_bytes:
                 self._upload(content)
             else:
                 request.update = content.to_bytes()
+        request.digest, request.upload_id = content.digest, content.upload_id
+        report = SentReport(self.assignment.token, content.digest)
+        stage_client_state(self.parts.client_states, self.assignment.job_id, report, client_state, self.control)
 
-    def report(self, request: fleet_pb2.ReportRequest, content: Content | None = None) -> CheckInResult:
+    def report(self, request: fleet_pb2.ReportRequest, content: Outgoing | None = None) -> CheckInResult:
         """Report until the server answers; repeating a report is harmless. `content` is the update, if it has one."""
         with self.span("report"):
             return self._report(request, content)
 
-    def _report(self, request: fleet_pb2.ReportRequest, content: Content | None) -> CheckInResult:
+    def _report(self, request: fleet_pb2.ReportRequest, content: Outgoing | None) -> CheckInResult:
         parts, fields = self.parts, self.fields
 
         def recover(exc: ServerUnavailableError) -> None:
@@ -161,7 +164,7 @@ class AssignedWork:
                 f"{exc}",
             ) from exc
 
-    def _upload(self, content: Content) -> None:
+    def _upload(self, content: Outgoing) -> None:
         try:
             transfer.upload(self.parts.connection, self.assignment.token, content, self.control)
         except TransferError as exc:

@@ -452,6 +452,7 @@ class Assignment(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     SECURE_SETUP_FIELD_NUMBER: _builtins.int
     GOSSIP_SETUP_FIELD_NUMBER: _builtins.int
+    DIGEST_LAST_FIELD_NUMBER: _builtins.int
     token: _builtins.str
     """Secret, for this assignment only; all later calls for it send the token."""
     job_id: _builtins.str
@@ -475,6 +476,10 @@ class Assignment(_message.Message):
     secure_setup: _builtins.bytes
     """The setup of the secure aggregation, as fedplat.secure_aggregation.setup encodes it; empty: the job has none. With
     it, the client sends its keys and shares with Step between the training and the upload.
+    """
+    digest_last: _builtins.bool
+    """Whether the digest of the update may follow its bytes: the upload then has an upload_id. Servers before 0.2 expect
+    the digest first, and leave this unset.
     """
     @_builtins.property
     def model(self) -> _model_pb2.ModelRef: ...
@@ -511,10 +516,11 @@ class Assignment(_message.Message):
         traceparent: _builtins.str = ...,
         secure_setup: _builtins.bytes = ...,
         gossip_setup: _gossip_pb2.GossipSetup | None = ...,
+        digest_last: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "gossip_setup", b"gossip_setup", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "config", b"config", "delta", b"delta", "gossip_setup", b"gossip_setup", "heartbeat_s", b"heartbeat_s", "job_id", b"job_id", "job_name", b"job_name", "model", b"model", "model_bytes", b"model_bytes", "round", b"round", "secure_setup", b"secure_setup", "task", b"task", "token", b"token", "traceparent", b"traceparent", "trainer", b"trainer", "training_timeout_s", b"training_timeout_s", "uplink", b"uplink", "upload_timeout_s", b"upload_timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "config", b"config", "delta", b"delta", "digest_last", b"digest_last", "gossip_setup", b"gossip_setup", "heartbeat_s", b"heartbeat_s", "job_id", b"job_id", "job_name", b"job_name", "model", b"model", "model_bytes", b"model_bytes", "round", b"round", "secure_setup", b"secure_setup", "task", b"task", "token", b"token", "traceparent", b"traceparent", "trainer", b"trainer", "training_timeout_s", b"training_timeout_s", "uplink", b"uplink", "upload_timeout_s", b"upload_timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -626,8 +632,10 @@ class UploadHeader(_message.Message):
     OFFSET_FIELD_NUMBER: _builtins.int
     RECEIVER_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
+    UPLOAD_ID_FIELD_NUMBER: _builtins.int
     token: _builtins.str
     digest: _builtins.str
+    """SHA-256 of all bytes. Empty with an upload_id."""
     size_bytes: _builtins.int
     offset: _builtins.int
     """Must be the number of bytes that the server has already stored."""
@@ -636,6 +644,10 @@ class UploadHeader(_message.Message):
     ends.
     """
     name: _builtins.str
+    upload_id: _builtins.str
+    """The name of an update's upload whose digest only the report has, if Assignment.digest_last is set: 32 lower-case
+    hexadecimal digits, which the client draws for each content. Not for a file for another client.
+    """
     def __init__(
         self,
         *,
@@ -645,10 +657,11 @@ class UploadHeader(_message.Message):
         offset: _builtins.int = ...,
         receiver: _builtins.str = ...,
         name: _builtins.str = ...,
+        upload_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name", "offset", b"offset", "receiver", b"receiver", "size_bytes", b"size_bytes", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name", "offset", b"offset", "receiver", b"receiver", "size_bytes", b"size_bytes", "token", b"token", "upload_id", b"upload_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -681,11 +694,13 @@ class QueryUploadRequest(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     RECEIVER_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
+    UPLOAD_ID_FIELD_NUMBER: _builtins.int
     token: _builtins.str
     digest: _builtins.str
     receiver: _builtins.str
     """As in UploadHeader."""
     name: _builtins.str
+    upload_id: _builtins.str
     def __init__(
         self,
         *,
@@ -693,10 +708,11 @@ class QueryUploadRequest(_message.Message):
         digest: _builtins.str = ...,
         receiver: _builtins.str = ...,
         name: _builtins.str = ...,
+        upload_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name", "receiver", b"receiver", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name", "receiver", b"receiver", "token", b"token", "upload_id", b"upload_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -750,12 +766,15 @@ class ReportRequest(_message.Message):
     NUM_EXAMPLES_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     UPDATE_FIELD_NUMBER: _builtins.int
+    UPLOAD_ID_FIELD_NUMBER: _builtins.int
     token: _builtins.str
     digest: _builtins.str
     """SHA-256 of the uploaded update; empty for an evaluation."""
     num_examples: _builtins.float
     update: _builtins.bytes
     """The whole update, if it is small (wire.INLINE_BYTES); else the client must upload it before."""
+    upload_id: _builtins.str
+    """As in UploadHeader: the upload that has the digest. Bytes with another one are discarded."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     def __init__(
@@ -766,10 +785,11 @@ class ReportRequest(_message.Message):
         num_examples: _builtins.float = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         update: _builtins.bytes = ...,
+        upload_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "metrics", b"metrics", "num_examples", b"num_examples", "token", b"token", "update", b"update"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "metrics", b"metrics", "num_examples", b"num_examples", "token", b"token", "update", b"update", "upload_id", b"upload_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

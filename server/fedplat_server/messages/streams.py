@@ -97,12 +97,12 @@ async def receive(
 ) -> int:
     """Append parts to an upload until they end; return the number of bytes stored so far.
 
-    `open_upload` blocks; it gets the digest, the size and the offset. Raises `RefusedError` if the offset is wrong, or
-    once the file is not wanted any more (`is_busy`).
+    `open_upload` blocks; it gets the name (`validation.upload_name`), the size and the offset. Raises `RefusedError` if
+    the offset is wrong, or once the file is not wanted any more (`is_busy`).
     """
-    digest = validation.digest(header.digest)
+    name = validation.upload_name(header)
     try:
-        upload = await asyncio.to_thread(open_upload, digest, header.size_bytes, header.offset)
+        upload = await asyncio.to_thread(open_upload, name, header.size_bytes, header.offset)
         try:
             await _write(upload, parts, is_busy)
             if upload.received == header.size_bytes:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Mapping
 
 from fedplat import texts, wire
+from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.config import Limits
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.storage import files
@@ -64,6 +65,23 @@ def digest(text: str) -> str:
     if not files.is_digest(text):
         raise RefusedError(Code.INVALID_REQUEST, "a digest must be 64 lower-case hexadecimal digits")
     return text
+
+
+def upload_id(text: str) -> str:
+    """Return the id of an upload whose digest follows its bytes."""
+    if not files.is_upload_id(text):
+        raise RefusedError(Code.INVALID_REQUEST, "an upload_id must be 32 lower-case hexadecimal digits")
+    return text
+
+
+def upload_name(request: fleet_pb2.UploadHeader | fleet_pb2.QueryUploadRequest) -> str:
+    """Return the name of an unfinished upload: its digest, or its id if the digest is not known yet."""
+    if not request.upload_id:
+        return digest(request.digest)
+    if request.digest or request.receiver:
+        text = "an upload has a digest or an upload_id, and one for another client has a digest; leave out the other"
+        raise RefusedError(Code.INVALID_REQUEST, text)
+    return upload_id(request.upload_id)
 
 
 def names(values: Collection[str], field: str, limits: Limits) -> frozenset[str]:

@@ -90,8 +90,7 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
         if request.receiver:
             received = await self._half_of(assignment).count_received(assignment, request)
             return fleet_pb2.QueryUploadResponse(received_bytes=received)
-        digest = validation.digest(request.digest)
-        received = await self.intake.count_received(assignment, digest)
+        received = await self.intake.count_received(assignment, validation.upload_name(request))
         return fleet_pb2.QueryUploadResponse(received_bytes=received)
 
     @override

@@ -77,9 +77,9 @@ class ReportIntake:
             open_upload = functools.partial(self.spool.open, assignment.id)
             return await streams.receive(open_upload, header, contents(), is_busy)
 
-    async def count_received(self, assignment: Assignment, digest: str) -> int:
-        """Return the number of bytes of an update that were received, where its upload resumes."""
-        return await asyncio.to_thread(self.spool.count_received, assignment.id, digest)
+    async def count_received(self, assignment: Assignment, name: str) -> int:
+        """Return the number of bytes of an upload that were received, where it resumes; see `Spool.open`."""
+        return await asyncio.to_thread(self.spool.count_received, assignment.id, name)
 
     async def submit_report(self, assignment: Assignment, request: fleet_pb2.ReportRequest) -> Verdict:
         """Validate a report and submit it to the coordinator. Raises `RefusedError` if it must be sent again."""
@@ -118,15 +118,17 @@ class ReportIntake:
         None if the assignment has ended since and the update was deleted: the coordinator then returns the verdict.
         """
         digest = validation.digest(request.digest)
+        upload_id = validation.upload_id(request.upload_id) if request.upload_id else ""
         if request.update:
             await self._count_bytes(assignment, len(request.update))
         job = self.finder.job_of(assignment)
         try:
             async with self.blobs.local(job.latest.digest) as (base,):
                 validate = await self._half_of(assignment).validator(job, assignment, base)
+                receive = functools.partial(receive_update, validate=validate, upload_id=upload_id)
                 # One thread call for all steps: for a small update, switching threads costs more than the work.
                 return await self.spool.run_in_thread(
-                    assignment.id, receive_update, self.spool, assignment.id, digest, request.update, validate
+                    assignment.id, receive, self.spool, assignment.id, digest, request.update
                 )
         except (errors.BlobFullError, errors.BlobUnavailableError):
             # It is sent again because of the server: an outage must not exhaust the client's quota.
@@ -198,13 +200,14 @@ class ReportIntake:
 
 
 def receive_update(
-    spool: Spool, key: AssignmentId, digest: str, update: bytes, validate: Validate
+    spool: Spool, key: AssignmentId, digest: str, update: bytes, validate: Validate, upload_id: str = ""
 ) -> ReceivedUpdate | Verdict:
     """Validate an update and make it durable; return its size and norm, or its refusal. Blocks.
 
-    `update` is the content from the report, empty if the update was uploaded before. Raises `RefusedError` if it is
-    missing or could not be stored, `BlobFullError` if the disk or the store is full, `BlobUnavailableError` if the
-    store does not answer, `SpoolError` if the attempt cannot continue.
+    `update` is the content from the report, empty if the update was uploaded before; `upload_id` names that upload if
+    its digest was not known. Raises `RefusedError` if it is missing or could not be stored, `BlobFullError` if the disk
+    or the store is full, `BlobUnavailableError` if the store does not answer, `SpoolError` if the attempt cannot
+    continue.
     """
     if update:
         if hashlib.sha256(update).hexdigest() != digest:
@@ -213,7 +216,7 @@ def receive_update(
             _write(spool, key, digest, update)
         except errors.UploadError as exc:  # a duplicate report, or a broken upload, is still writing
             raise errors.RefusedError(errors.Code.UPLOAD_INCOMPLETE, f"{exc}; report again") from exc
-    path = spool.complete(key, digest)
+    path = spool.complete(key, digest, upload_id)
     if path is None:
         raise errors.RefusedError(errors.Code.UPLOAD_INCOMPLETE, "call QueryUpload for the offset to resume from")
     try:

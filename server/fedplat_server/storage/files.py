@@ -25,11 +25,17 @@ WRITEBACK_BYTES = 8 << 20
 _SYNC_FILE_RANGE_WRITE = 2  # <linux/fs.h>
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_UPLOAD_ID = re.compile(r"[0-9a-f]{32}")
 
 
 def is_digest(text: str) -> bool:
     """Return whether a text is a SHA-256 in lowercase hexadecimal digits."""
     return _DIGEST.fullmatch(text) is not None
+
+
+def is_upload_id(text: str) -> bool:
+    """Return whether a text names an upload whose digest is not known yet: half as many such digits."""
+    return _UPLOAD_ID.fullmatch(text) is not None
 
 
 @contextlib.contextmanager

@@ -5,17 +5,21 @@ assignments, and those that the open attempt has accepted. It refuses all others
 a file is deleted after the change that makes it obsolete is stored, and a late upload does not create a new one.
 Without a stored change it removes only bytes that the client sends again or that are folded already:
 
-- an update that was not reported, when an upload with another digest begins (`open`), and the content of an upload that
-  is complete but does not have its declared digest (`OpenUpload.finish`);
+- an update that was not reported, when an upload with another name begins (`open`), and the content of an upload that
+  is complete but does not have its declared digest (`OpenUpload.finish`, `complete`);
 - the end of a file that a failed write has left (`SpoolFile.append`);
 - an update whose sync failed (`persist`);
 - an update in memory that was folded (`discard`).
 
-An upload may be resumed: its file grows until its bytes have the declared digest. The files of jobs with `durability =
-"spool"` are in one folder per attempt and outlive the process: an update is durable (`persist`) before its report is
-accepted. Where it is durable depends on the backend (`spool_backend`): in the synced folder, or as a copy in an object
-store. With a store the folder is only a cache of durable updates: `complete` gets what it lacks from the store. Partial
-uploads are in the folder alone. The files of jobs with `durability = "memory"` are in memory, and have no copies.
+An upload may be resumed: its file grows until its bytes have the declared digest. A client that knows the digest only
+after it has sent the bytes names the upload by a random id. Then the report declares the digest, and until it does, the
+file is not complete.
+
+The files of jobs with `durability = "spool"` are in one folder per attempt and outlive the process: an update is
+durable (`persist`) before its report is accepted. Where it is durable depends on the backend (`spool_backend`): in the
+synced folder, or as a copy in an object store. With a store the folder is only a cache of durable updates: `complete`
+gets what it lacks from the store. Uploads without a report are in the folder alone. The files of jobs with `durability
+= "memory"` are in memory, and have no copies.
 
 `on_stored`, `close` and `run_in_thread` run on the event loop; all other methods block, and threads call them,
 several at once. No lock is held while the backend works, which may take long.
@@ -147,9 +151,9 @@ class Spool:
         call = functools.partial(contextvars.copy_context().run, function, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(threads, call)
 
-    def count_received(self, key: AssignmentId, digest: str) -> int:
-        """Return how many bytes of this update were received, where an upload resumes."""
-        file = self._find(key, digest)
+    def count_received(self, key: AssignmentId, name: str) -> int:
+        """Return how many bytes of this update were received, where an upload resumes; `name` as in `open`."""
+        file = self._find(key, name)
         if file is None:
             return 0
         with file.lock, files.translate_os_errors("reading an upload", "updates"):
@@ -157,32 +161,54 @@ class Spool:
             return file.received
 
     def open(
-        self, key: AssignmentId, digest: str, size_bytes: int, offset: int, limit_bytes: int | None = None
+        self, key: AssignmentId, name: str, size_bytes: int, offset: int, limit_bytes: int | None = None
     ) -> OpenUpload:
-        """Resume or start an upload. An upload with another digest is discarded; another writer is fenced.
+        """Resume or start an upload. An upload with another name is discarded; another writer is fenced.
 
+        `name` is the update's digest, or the client's `upload_id` if the digest follows the bytes (`complete`).
         Raises `UploadError` if the assignment has ended, if the declared size exceeds the limit, if the upload did not
-        stop at `offset`, or if an update with another digest was sealed for this assignment.
+        stop at `offset`, or if an update with another name was sealed for this assignment.
         """
-        if not files.is_digest(digest):
-            raise UploadError(f"{digest[:100]!r} is not a digest: expected 64 lowercase hexadecimal digits")
+        if not (files.is_digest(name) or files.is_upload_id(name)):
+            raise UploadError(f"{name[:100]!r} is not a digest: expected 64 lowercase hexadecimal digits")
         if size_bytes < 0 or (limit_bytes is not None and size_bytes > limit_bytes):
             raise UploadError(f"{size_bytes} bytes were declared; at most {limit_bytes} are accepted")
-        file = self._find(key, digest) or self._replace(key, digest)
+        file = self._find(key, name) or self._replace(key, name)
         with files.translate_os_errors("opening an upload", "updates"):
             return resume_upload(file, size_bytes, offset, self._writers)
 
-    def complete(self, key: AssignmentId, digest: str) -> Path | None:
+    def complete(self, key: AssignmentId, digest: str, upload_id: str = "") -> Path | None:
         """Seal and return the file if it is complete, else return None. A sealed file does not change until deleted.
 
-        An update that the folder lacks is fetched from the backend. Raises `BlobError`, of which `BlobUnavailableError`
-        may end by itself.
+        An upload with this `upload_id` gets the digest, which its report declares, if its bytes have it. An update that
+        the folder lacks is fetched from the backend. Raises `BlobError`, of which `BlobUnavailableError` may end by
+        itself.
         """
+        if upload_id:
+            self._assign_digest(key, upload_id, digest)
         path = self._find_complete(key, digest, seal=True)
         if path is None and self._backend.has_copy(key, digest):
             self._fetch(key, digest)
             path = self._find_complete(key, digest, seal=True)
         return path
+
+    def _assign_digest(self, key: AssignmentId, upload_id: str, digest: str) -> None:
+        """Give an upload that has an id the digest of its report; if its bytes have another one, discard them."""
+        file = self._find(key, upload_id)
+        if file is None:
+            return
+        with file.lock, files.translate_os_errors("reading an upload", "updates"):
+            file.load()  # not below, where others would wait for the spool's lock until all bytes are hashed
+        with self._lock, file.lock, files.translate_os_errors("naming an upload", "updates"):
+            if file.gone or file.digest:
+                return
+            if (writer := self._writers.get(file)) is not None:
+                writer.fence()
+            if file.has_digest(digest):
+                with crash_points.step("upload.name"):
+                    file.assign_digest(digest, spool_path_of(self.folder, key, digest))
+            else:  # a power failure took some, or the client sent others: it resumes at 0
+                file.restart()
 
     def _find_complete(self, key: AssignmentId, digest: str, *, seal: bool) -> Path | None:
         file = self._find(key, digest)
@@ -336,28 +362,30 @@ class Spool:
     def _folder(self, attempt: AttemptKey) -> Path:
         return self.folder / name_attempt(attempt)
 
-    def _find(self, key: AssignmentId, digest: str) -> SpoolFile | None:
+    def _find(self, key: AssignmentId, name: str) -> SpoolFile | None:
         with self._lock:
             file = self._files.get(key)
-            if file is None and files.is_digest(digest) and (path := spool_path_of(self.folder, key, digest)).exists():
-                file = self._files[key] = SpoolFile(path, digest)
-            return file if file is not None and file.digest == digest else None
+            if file is None and (files.is_digest(name) or files.is_upload_id(name)):
+                path = spool_path_of(self.folder, key, name)
+                if path.exists():
+                    file = self._files[key] = SpoolFile(path, name)
+            return file if file is not None and file.is_named(name) else None
 
-    def _replace(self, key: AssignmentId, digest: str) -> SpoolFile:
+    def _replace(self, key: AssignmentId, name: str) -> SpoolFile:
         with self._lock, files.translate_os_errors("opening an upload", "updates"):
             if not self._is_needed(key):
                 raise UploadError("the assignment has ended")
             earlier = self._files.get(key)
-            if earlier is not None and earlier.digest == digest:
+            if earlier is not None and earlier.is_named(name):
                 return earlier  # a concurrent call has just created it
             if earlier is not None and earlier.sealed:
                 raise UploadError(f"the update {earlier.digest} was reported for this assignment already")
             self._remove(key)
             if self._in_memory(key.attempt.job_id):
-                file = MemoryFile(digest)
+                file = MemoryFile(name)
             else:
                 self._make_folder(self._folder(key.attempt))
-                file = SpoolFile(spool_path_of(self.folder, key, digest), digest)
+                file = SpoolFile(spool_path_of(self.folder, key, name), name)
             self._files[key] = file
             return file
 

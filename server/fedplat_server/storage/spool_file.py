@@ -35,12 +35,13 @@ CAN_KEEP_IN_MEMORY = hasattr(os, "memfd_create")
 class SpoolFile:
     """A growing file and the hash of its content. Callers of its methods hold its lock.
 
+    Its name is its declared digest, or an `upload_id` until the report declares the digest; both are "" if unknown.
     `sealed`: it was reported, and does not change. `durable`: it survives a power failure. `gone`: it was removed.
     """
 
-    def __init__(self, path: Path, digest: str) -> None:
+    def __init__(self, path: Path, name: str) -> None:
         self.path = path
-        self.digest = digest
+        self.digest, self.upload_id = ("", name) if files.is_upload_id(name) else (name, "")
         self.received = 0
         self.sealed = False
         self.durable = False
@@ -80,9 +81,21 @@ class SpoolFile:
         self._sha256 = hashlib.sha256()
         self._writeback = files.Writeback()
 
+    def is_named(self, name: str) -> bool:
+        """Return whether the file has this digest or this upload_id."""
+        return name in (self.digest, self.upload_id) if name else False
+
     def is_complete(self) -> bool:
         """Return whether the content has the declared digest."""
-        return self._sha256.hexdigest() == self.digest
+        return self.has_digest(self.digest)
+
+    def has_digest(self, digest: str) -> bool:
+        """Return whether the content has this digest."""
+        return self._sha256.hexdigest() == digest
+
+    def assign_digest(self, digest: str, path: Path) -> None:
+        """Declare the digest of a file that has an `upload_id` only, and move the file to `path`."""
+        self.path, self.digest = self.path.rename(path), digest
 
     def sync(self) -> None:
         """Make the content durable against power failures. After a failure it fails forever. Raises `OSError`."""
@@ -101,9 +114,13 @@ class SpoolFile:
 class MemoryFile(SpoolFile):
     """A file in memory, which has a path but is never on the disk, and ends with the process."""
 
-    def __init__(self, digest: str) -> None:
+    def __init__(self, name: str) -> None:
         self._descriptor = os.memfd_create("update", os.MFD_CLOEXEC)
-        super().__init__(Path(f"/proc/self/fd/{self._descriptor}"), digest)
+        super().__init__(Path(f"/proc/self/fd/{self._descriptor}"), name)
+
+    @override
+    def assign_digest(self, digest: str, path: Path) -> None:
+        self.digest = digest
 
     @override
     def sync(self) -> None:
@@ -150,7 +167,8 @@ class OpenUpload:
     def finish(self) -> Path:
         """Close the upload and return the path of the complete file.
 
-        Raises `UploadError` if bytes are missing, or if they have another digest: then the upload restarts at 0.
+        Raises `UploadError` if bytes are missing, or if they have another digest: then the upload restarts at 0. The
+        digest of an upload with an id is not known yet.
         """
         self.close()
         file = self._file
@@ -159,6 +177,8 @@ class OpenUpload:
                 return file.path
             if self._received < self._size_bytes:
                 raise errors.UploadError(f"{self._received} of {self._size_bytes} bytes were received")
+            if not file.digest:
+                return file.path
             if not file.gone:
                 with files.translate_os_errors("restarting an upload", "updates"):
                     file.restart()
@@ -193,9 +213,9 @@ def resume_upload(file: SpoolFile, size_bytes: int, offset: int, writers: dict[S
         return writer
 
 
-def spool_path_of(folder: Path, key: rounds.AssignmentId, digest: str) -> Path:
-    """Return the path of an update in a spool's folder."""
-    return folder / name_attempt(key.attempt) / f"{name_update(key)}-{digest}"
+def spool_path_of(folder: Path, key: rounds.AssignmentId, name: str) -> Path:
+    """Return the path of an update in a spool's folder; its name is its digest, or its upload_id before its report."""
+    return folder / name_attempt(key.attempt) / f"{name_update(key)}-{name}"
 
 
 def name_attempt(attempt: rounds.AttemptKey) -> str:
@@ -204,7 +224,7 @@ def name_attempt(attempt: rounds.AttemptKey) -> str:
 
 
 def name_update(key: rounds.AssignmentId) -> str:
-    """Return the beginning of the name of an update's file, which its digest follows."""
+    """Return the beginning of the name of an update's file, which its digest or upload_id follows."""
     return _hash((*key.attempt, key.client_id))
 
 

@@ -177,7 +177,8 @@ def _check_file(path: Path, digest: str, needed: ReferencedFiles) -> tuple[str, 
 
 _MAX_BYTES = 1 << 40
 """Nothing larger is read; the parts of a copy are not kept in memory."""
-_UPLOAD = re.compile("[0-9a-f]{64}/[0-9a-f]{64}-[0-9a-f]{64}")
+_UPLOAD = re.compile("[0-9a-f]{64}/[0-9a-f]{64}-(?:[0-9a-f]{64}|[0-9a-f]{32})")
+"""The path of an upload: the attempt, the client, and the digest; or an id before the report."""
 
 
 @dataclasses.dataclass

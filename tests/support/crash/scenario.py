@@ -211,7 +211,8 @@ class Member:
                 await self.ask(lambda client, work=work: client.download(work.model.digest))
             codec = options_from_text(work.uplink) if work.uplink else None
             content = content_of(self.number, work.round, codec)
-            response = await (self._stream if self.number == 0 else self._inline)(work.token, content)
+            send = {0: self._stream, 1: self._stream_by_id}.get(self.number, self._inline)
+            response = await send(work.token, content)
             if response is not None and response.HasField("receipt"):
                 self.world.receipts.add(Receipt(self.client.client_id, work.round, work.attempt, digest_of(content)))
 
@@ -225,17 +226,22 @@ class Member:
                 if exc.code() is not grpc.StatusCode.ABORTED:  # else the assignment ended while the bytes came
                     raise
 
-    async def _stream(self, token: str, content: bytes) -> fleet_pb2.ReportResponse | None:
+    async def _stream_by_id(self, token: str, content: bytes) -> fleet_pb2.ReportResponse | None:
+        """The same, with the digest after the bytes."""
+        return await self._stream(token, content, digest_of(content)[:32])
+
+    async def _stream(self, token: str, content: bytes, upload_id: str = "") -> fleet_pb2.ReportResponse | None:
         """The update as a stream, from where it stopped; then its report. None: the assignment is open no more."""
-        digest = digest_of(content)
+        digest, examples = digest_of(content), num_examples(self.number)
+        names = {"digest": "" if upload_id else digest, "upload_id": upload_id}
 
         async def upload(client: RawClient) -> None:
-            await client.upload(token, content, await client.query(token, digest))
+            await client.upload(token, content, await client.query(token, **names), **names)
 
         while True:
             try:
                 await self.ask(upload)
-                return await self.ask(lambda client: client.report(token, digest, num_examples(self.number)))
+                return await self.ask(lambda client: client.report(token, digest, examples, upload_id=upload_id))
             except aio.AioRpcError as exc:
                 if exc.code() is grpc.StatusCode.NOT_FOUND:
                     return None

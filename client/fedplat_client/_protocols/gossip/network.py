@@ -28,10 +28,10 @@ from fedplat_client import errors
 from fedplat_client._auth.authenticator import Connection
 from fedplat_client._state.silo_store import is_digest
 from fedplat_client._work import transfer
+from fedplat_client._work.content import Content
 from fedplat_client._work.peers.fetch import PeerFetcher, PeerFile, fetch_chunk, open_file, seal_file
 from fedplat_client._work.peers.listener import PeerListener
 from fedplat_client._work.peers.port import PeerPort
-from fedplat_client._work.transfer import Content
 from fedplat_client.backoff import Backoff
 from fedplat_client.cancellation import Stop
 from fedplat_client.options import ClientOptions

@@ -1,0 +1,215 @@
+"""Uploads whose digest follows the bytes: known by an id until the report, in each place that updates may be in."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc import aio
+
+from fedplat.rounds import AssignmentId, AttemptKey
+from fedplat.wire.v1 import fleet_pb2
+from fedplat_server.errors import RefusedError, UploadError
+from fedplat_server.messages import validation
+from fedplat_server.rpc.report_intake import ReceivedUpdate, receive_update
+from fedplat_server.storage import files
+from fedplat_server.storage.object_store import ObjectStore, RequestLimits, StoreHealth
+from fedplat_server.storage.spool import Spool
+from fedplat_server.storage.spool_backend import ObjectBackend, SpoolBackend
+from fedplat_server.storage.spool_file import name_attempt, spool_path_of
+from support.daemons import RawClient, Site, digest_of, initial_model, update_of
+from support.jobs import job_file
+
+DATA = bytes(range(256)) * 8
+DIGEST = hashlib.sha256(DATA).hexdigest()
+KEY = AssignmentId(AttemptKey("job", 1, 2), "client")
+OTHER = KEY._replace(client_id="other")
+ID, SECOND_ID = "0123456789abcdef" * 2, "f" * 32
+OpenSpool = Callable[[], Spool]
+
+
+@pytest.fixture(params=["folder", "memory", "objects"])
+def open_spool(request: pytest.FixtureRequest, tmp_path: Path) -> Generator[OpenSpool]:
+    """Opens the spool of the next life of a server, with the same disk."""
+    url = request.getfixturevalue("s3").url() if request.param == "objects" else ""
+    backends: list[ObjectBackend] = []
+
+    def open_one() -> Spool:
+        backend: SpoolBackend | None = None
+        if url:
+            store = ObjectStore(url, RequestLimits(connect_s=5.0, request_s=20.0, retry_s=1.0, max_retries=0))
+            backend = ObjectBackend(store, len(backends) + 1, StoreHealth(url), 1 << 20)
+            backends.append(backend)
+        spool = Spool(tmp_path / "uploads", lambda _: request.param == "memory", backend)
+        spool.keep([KEY, OTHER], {name_attempt(KEY.attempt)})
+        return spool
+
+    yield open_one
+    for backend in backends:
+        backend.close()
+
+
+def send(spool: Spool, name: str = ID, data: bytes = DATA, end: int | None = None, key: AssignmentId = KEY) -> None:
+    """Sends what the spool has not received yet."""
+    received = spool.count_received(key, name)
+    upload = spool.open(key, name, len(data), received)
+    upload.write(data[received:end])
+    if end is None:
+        upload.finish()
+    upload.close()
+
+
+def report(spool: Spool, digest: str = DIGEST, upload_id: str = ID) -> object:
+    return receive_update(spool, KEY, digest, b"", lambda path: float(path.stat().st_size), upload_id)
+
+
+def test_the_report_declares_the_digest_of_an_upload(open_spool: OpenSpool) -> None:
+    spool = open_spool()
+    send(spool, end=100)
+    assert spool.count_received(KEY, ID) == 100
+    send(spool)
+    assert spool.complete(KEY, DIGEST) is None, "it was not reported"
+    for _ in range(2):  # the first answer gets lost
+        assert report(spool) == ReceivedUpdate(len(DATA), float(len(DATA)))
+    assert spool.count_received(KEY, ID) == spool.count_received(KEY, DIGEST) == len(DATA)
+    path = spool.complete(KEY, DIGEST)
+    assert path is not None
+    assert path.read_bytes() == DATA
+    with pytest.raises(UploadError, match="was reported for this assignment already"):
+        spool.open(KEY, SECOND_ID, len(DATA), 0)
+
+
+@pytest.mark.fault("F14")
+def test_bytes_with_another_digest_than_reported_are_sent_again(open_spool: OpenSpool) -> None:
+    """A power failure may leave a file of any bytes."""
+    spool = open_spool()
+    send(spool, data=DATA[:-1] + b"x")
+    with pytest.raises(RefusedError, match="QueryUpload"):
+        report(spool)
+    assert spool.count_received(KEY, ID) == 0
+    send(spool)
+    assert report(spool) == ReceivedUpdate(len(DATA), float(len(DATA)))
+
+
+def test_another_id_begins_another_upload(open_spool: OpenSpool) -> None:
+    """The client was restarted and has trained again: its update may have other bytes."""
+    spool = open_spool()
+    send(spool, data=b"another update")
+    send(spool, SECOND_ID)
+    assert spool.count_received(KEY, ID) == 0
+    with pytest.raises(RefusedError, match="QueryUpload"):
+        report(spool, upload_id=ID)
+    assert report(spool, upload_id=SECOND_ID) == ReceivedUpdate(len(DATA), float(len(DATA)))
+
+
+def test_an_id_names_no_upload_of_another_client(open_spool: OpenSpool) -> None:
+    spool = open_spool()
+    send(spool, key=OTHER)
+    assert spool.count_received(KEY, ID) == 0
+    with pytest.raises(RefusedError, match="QueryUpload"):
+        report(spool)
+    send(spool, data=b"mine")
+    assert spool.count_received(OTHER, ID) == len(DATA)
+
+
+@pytest.mark.parametrize("name", ["", "a" * 31, "A" * 32, "../" + "a" * 29, "a" * 33])
+def test_an_id_has_a_fixed_form(tmp_path: Path, name: str) -> None:
+    assert not files.is_upload_id(name)
+    spool = Spool(tmp_path)
+    spool.expect([KEY])
+    with pytest.raises(UploadError, match="is not a digest"):
+        spool.open(KEY, name, 1, 0)
+    assert spool.count_received(KEY, name) == 0
+
+
+@pytest.mark.fault("F2", "F14")
+@pytest.mark.parametrize("open_spool", ["folder", "objects"], indirect=True)
+def test_the_next_life_continues_with_what_had_arrived(open_spool: OpenSpool) -> None:
+    """The server is killed during the upload, before the report, and after the file has got its name."""
+    send(open_spool(), end=100)
+    spool = open_spool()
+    assert spool.count_received(KEY, ID) == 100
+    send(spool)
+    spool = open_spool()
+    assert spool.complete(KEY, DIGEST, ID) is not None
+    spool = open_spool()
+    assert spool.count_received(KEY, ID) == 0, "its name is its digest now"
+    assert report(spool) == ReceivedUpdate(len(DATA), float(len(DATA)))
+    spool = open_spool()
+    path = spool.complete(KEY, DIGEST)
+    assert path == spool_path_of(spool.folder, KEY, DIGEST)
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("open_spool", ["folder"], indirect=True)
+def test_what_an_earlier_life_has_left_goes_when_another_upload_begins(open_spool: OpenSpool) -> None:
+    spool = open_spool()
+    send(spool)
+    assert spool.complete(KEY, DIGEST, ID) is not None
+    spool = open_spool()
+    send(spool, SECOND_ID, b"another update")
+    assert sum(path.is_file() for path in spool.folder.rglob("*")) == 1
+    spool = open_spool()
+    spool.discard(KEY)
+    assert not any(path.is_file() for path in spool.folder.rglob("*"))
+
+
+# --- through the protocol ------------------------------------------------------------------------------------
+
+UPDATE = update_of(initial_model(), 0).to_bytes()
+
+
+async def working(site: Site) -> tuple[RawClient, str]:
+    """A client with an open assignment, whose digest may be last."""
+    await site.operator.start(job_file(goal=1))
+    client = await site.enroll()
+    assignment = await client.assignment()
+    assert assignment.digest_last
+    return client, assignment.token
+
+
+@pytest.mark.fault("F14")
+async def test_an_upload_by_id_resumes_and_counts_with_its_report(site: Site) -> None:
+    client, token = await working(site)
+    await client.upload(token, UPDATE, end=100, digest="", upload_id=ID)
+    assert await client.query(token, "", upload_id=ID) == 100
+    assert await client.query(token, digest_of(UPDATE)) == 0
+    await client.upload(token, UPDATE, offset=100, digest="", upload_id=ID)
+    assert (await client.report(token, digest_of(UPDATE), upload_id=ID)).HasField("receipt")
+    assert (await client.report(token, digest_of(UPDATE))).HasField("receipt"), "whether it was merged"
+
+
+@pytest.mark.fault("F23")
+def test_a_file_for_another_client_has_a_digest() -> None:
+    header = fleet_pb2.UploadHeader(receiver="c-0123456789abcdef", name="file", upload_id=ID)
+    with pytest.raises(RefusedError, match="one for another client has a digest"):
+        validation.upload_name(header)
+
+
+async def refusal_of(call: aio.Call | object) -> grpc.StatusCode:
+    with pytest.raises(aio.AioRpcError) as caught:
+        await call  # pyright: ignore[reportGeneralTypeIssues]
+    return caught.value.code()
+
+
+@pytest.mark.fault("F23")
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"upload_id": ID},  # beside the digest
+        {"digest": "", "upload_id": ID.upper()},
+        {"digest": "", "upload_id": "../../x"},
+        {"digest": ""},
+    ],
+)
+async def test_names_that_no_upload_has_are_refused(site: Site, fields: dict[str, str]) -> None:
+    client, token = await working(site)
+    assert await refusal_of(client.upload(token, UPDATE, **fields)) is grpc.StatusCode.INVALID_ARGUMENT
+    query = {"digest": digest_of(UPDATE)} | fields
+    assert await refusal_of(client.query(token, **query)) is grpc.StatusCode.INVALID_ARGUMENT
+    if (upload_id := fields.get("upload_id", ID)) != ID:
+        report = client.report(token, digest_of(UPDATE), upload_id=upload_id)
+        assert await refusal_of(report) is grpc.StatusCode.INVALID_ARGUMENT
