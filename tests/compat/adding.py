@@ -20,14 +20,17 @@ from support.jobs import write_job
 
 TRAINER = Path(__file__).parent / "trainer.py"
 SIZE = 16
+LARGE = 100_000
+"""Entries of a model whose updates are too large for a report; its job has no codec."""
 NUM_CLIENTS = 2
 
 
-def write_project(folder: Path, name: str, population: str, rounds: int) -> Path:
+def write_project(folder: Path, name: str, population: str, rounds: int, size: int = SIZE) -> Path:
     """Write a job file and its initial model; the path of the job file.
 
     The rule has a momentum and the codec leaves values to later rounds, so that server and clients keep states.
     """
+    codec = {"uplink": {"codec": "topk", "fraction": 0.25, "values": "fp32"}}
     folder.mkdir(parents=True, exist_ok=True)
     text = write_job(
         name,
@@ -36,31 +39,32 @@ def write_project(folder: Path, name: str, population: str, rounds: int) -> Path
         rounds=rounds,
         selection={"goal": NUM_CLIENTS, "min_fraction": 1.0},
         aggregation={"rule": "fedavgm", "momentum": 0.5},
-        compression={"uplink": {"codec": "topk", "fraction": 0.25, "values": "fp32"}},
+        **({} if size == LARGE else {"compression": codec}),
         deadlines={"heartbeat_s": 0.5},
         retry={"base_s": 0.1},
     )
-    (folder / "unused.safetensors").write_bytes(initial_model().to_bytes())
+    (folder / "unused.safetensors").write_bytes(initial_model(size).to_bytes())
     path = folder / f"{name}.toml"
     path.write_text(text)
     return path
 
 
-def initial_model() -> Parameters:
-    return Parameters.from_arrays({"weight": np.zeros(SIZE, np.float32)})
+def initial_model(size: int = SIZE) -> Parameters:
+    return Parameters.from_arrays({"weight": np.zeros(size, np.float32)})
 
 
-def expected_model(rounds: int) -> Parameters:
+def expected_model(rounds: int, size: int = SIZE) -> Parameters:
     """What the job computes, by its definition."""
-    steps = [np.arange(1, SIZE + 1) * (number + 1) / 64 for number in range(NUM_CLIENTS)]
-    omitted = [np.zeros(SIZE) for _ in steps]
-    model, velocity = np.zeros(SIZE), np.zeros(SIZE)
+    steps = [np.arange(1, size + 1) * (number + 1) / 64 for number in range(NUM_CLIENTS)]
+    omitted = [np.zeros(size) for _ in steps]
+    model, velocity = np.zeros(size), np.zeros(size)
     for _ in range(rounds):
         sent: list[npt.NDArray[np.float64]] = []
         for number, step in enumerate(steps):
             update = step + omitted[number]
-            kept = np.sort(np.argsort(-np.abs(update), kind="stable")[: SIZE // 4])
-            sent.append(np.zeros(SIZE))
+            num_kept = size if size == LARGE else size // 4
+            kept = np.sort(np.argsort(-np.abs(update), kind="stable")[:num_kept])
+            sent.append(np.zeros(size))
             sent[-1][kept] = update[kept]
             omitted[number] = update - sent[-1]
         velocity = 0.5 * velocity + np.mean(sent, axis=0)

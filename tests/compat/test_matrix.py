@@ -15,6 +15,7 @@ from support.releases import MAIN
 pytestmark = [pytest.mark.slow, pytest.mark.fault("F28")]
 ROUNDS = 3
 DIGEST = adding.digest_of(adding.expected_model(ROUNDS))
+LARGE_DIGEST = adding.digest_of(adding.expected_model(ROUNDS, adding.LARGE))
 
 
 def test_the_programs_of_a_release_are_those_of_its_wheels(release: releases.Release) -> None:
@@ -30,7 +31,8 @@ def test_every_pair_computes_the_same_models(
     """The leader is of one version and the gateway of the other; each population has clients of one version.
 
     Both versions of the command submit a job for each population, through the gateway. One client of each population
-    uses the gateway, the other one the leader.
+    uses the gateway, the other one the leader. Updates of a further job are uploaded: those of this version's clients
+    are named by their digest at a leader of the last release.
     """
     others = {"main": last, "last": MAIN}
     daemons = [MAIN if leader == "main" else last, others[leader]]
@@ -47,14 +49,19 @@ def test_every_pair_computes_the_same_models(
             for population, version in populations.items()
             for number in range(adding.NUM_CLIENTS)
         ]
-        digests: dict[str, list[str]] = defaultdict(list)
+        digests, uploaded = defaultdict[str, list[str]](list), list[tuple[int, str]]()
         with adding.stopped_at_the_end(clients):
             for cli in (MAIN, last):
                 for population in populations:
                     job = adding.write_project(tmp_path / "jobs", f"{population}-{cli.name}", population, ROUNDS)
                     versions = adding.submit(cli, first.profile_path, second.address, job)
                     digests[job.stem] = [each["model"]["digest"] for each in versions]
+            for population in populations:
+                job = adding.write_project(tmp_path / "jobs", f"{population}-large", population, ROUNDS, adding.LARGE)
+                versions = adding.submit(MAIN, first.profile_path, second.address, job)
+                uploaded.append((len(versions), versions[-1]["model"]["digest"]))
         seen = {(client.population, client.software_version) for client in admin.list_clients()}
     assert seen == {("new", __version__), ("old", last.name)}
     assert len(digests) == 4
     assert {(len(each), each[-1]) for each in digests.values()} == {(ROUNDS + 1, DIGEST)}, digests
+    assert uploaded == [(ROUNDS + 1, LARGE_DIGEST)] * len(populations)
