@@ -193,13 +193,13 @@ class TrainResult:
         return _fit_schema("parameters", self.parameters, base.schema).minus(base)
 
     def to_difference(self, base: Parameters) -> Difference | None:
-        """Return the update's file as one that is computed while it is read; None if the trainer returned the update.
+        """Return the update's file as one that is computed when it is read; None if the trainer returned the update.
 
         The result must not change until then. Raises `ModelError` if it does not fit `base`.
         """
         if self.delta is not None:
             return None
-        return _fit_schema("parameters", self.parameters, base.schema).difference(base)
+        return base.difference_to(_read_arrays("parameters", self.parameters, base.schema))
 
     def to_pieces(self, base: Parameters) -> tuple[memoryview, ...]:
         """Return the bytes of the update's file as pieces of memory. Raises `ModelError` if it does not fit `base`."""
@@ -223,6 +223,16 @@ EvaluateFunction: TypeAlias = Callable[[Task], EvaluateResult]
 
 
 def _fit_schema(argument: str, values: Any, schema: Schema) -> Parameters:
+    arrays = _read_arrays(argument, values, schema)
+    if isinstance(arrays, Parameters) and arrays.schema == schema:
+        return arrays
+    parameters = Parameters.zeros(schema)  # assigned by name: the caller's order of tensors does not matter
+    parameters.assign(arrays)
+    return parameters
+
+
+def _read_arrays(argument: str, values: Any, schema: Schema) -> Arrays:
+    """Return a trainer's values by name, without further names of one tensor. Raises `ModelError` for other types."""
     if isinstance(values, Parameters) and values.schema == schema:
         return values
     if isinstance(values, _Module):
@@ -232,9 +242,7 @@ def _fit_schema(argument: str, values: Any, schema: Schema) -> Parameters:
             f"{argument} is a {type(values).__name__}; expected Parameters, a mapping of arrays by the names of "
             "task.parameters, a state_dict or an nn.Module"
         )
-    parameters = Parameters.zeros(schema)  # assigned by name: the caller's order of tensors does not matter
-    parameters.assign(_leave_out_ties(values, schema))
-    return parameters
+    return _leave_out_ties(values, schema)
 
 
 def _leave_out_ties(values: Arrays, schema: Schema) -> Arrays:

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from fedplat.errors import ModelError
 from fedplat.model import file
 from fedplat.model.blocks import BLOCK, WINDOW, Blocks, Vector, VectorBlocks, blocks, is_finite, part_of, windows
-from fedplat.model.difference import Difference, subtract
+from fedplat.model.difference import Difference, Part, subtract
 from fedplat.model.file import ModelFile
 from fedplat.model.schema import DTYPES, FLOATING, Carry, Schema, Segment, TensorSpec
 from fedplat.model.values import (
@@ -144,17 +144,23 @@ class Parameters(Mapping[str, npt.NDArray[Any]]):
 
         Raises `ModelError` unless names, shapes and dtypes are the schema's.
         """
+        for name, array in self._read_arrays(arrays):
+            self[name][...] = array
+
+    def _read_arrays(self, arrays: Mapping[str, npt.NDArray[Any]]) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+        """Yield arrays with the names, shapes and dtypes of the schema, in canonical order. Raises `ModelError`."""
         if missing := [name for name in self if name not in arrays]:
             raise ModelError(f"tensor {missing[0]!r} is missing ({len(missing)} in all)")
         if extra := [name for name in arrays if name not in self._index]:
             raise ModelError(f"tensor {extra[0]!r} is not part of the model ({len(extra)} in all)")
-        for name, view in self.items():
-            array = read_array(name, arrays[name])
-            if array.shape != view.shape or array.dtype != view.dtype:
+        for tensor in self.schema.tensors:
+            array, dtype = read_array(tensor.name, arrays[tensor.name]), DTYPES[tensor.dtype]
+            if array.shape != tensor.shape or array.dtype != dtype:
                 raise ModelError(
-                    f"tensor {name!r} is {array.dtype} {list(array.shape)}; expected {view.dtype} {list(view.shape)}"
+                    f"tensor {tensor.name!r} is {array.dtype} {list(array.shape)}; "
+                    f"expected {dtype} {list(tensor.shape)}"
                 )
-            view[...] = array
+            yield tensor.name, array
 
     @cached_property
     def _index(self) -> dict[str, int]:
@@ -245,14 +251,23 @@ class Parameters(Mapping[str, npt.NDArray[Any]]):
             subtract(run.dtype, self.segment(run), base.segment(run), result.segment(run))
         return result
 
-    def difference(self, base: Parameters) -> Difference:
-        """Return the file of the update from `base`, see `minus`, computed while it is read.
+    def difference_to(self, trained: Mapping[str, npt.NDArray[Any]]) -> Difference:
+        """Return the file of the update to trained values (see `minus`), computed when it is read.
 
-        Neither these parameters nor `base` may change until then. Raises `ModelError` if `base` has another schema.
+        They may be arrays or tensors of PyTorch. Neither they nor these parameters may change until then. Raises
+        `ModelError` unless names, shapes and dtypes are the schema's.
         """
-        if problem := self.schema.difference_from(base.schema):
-            raise ModelError(problem)
-        return Difference(self.schema, self.buffer, base.buffer)
+        schema = self.schema
+        if isinstance(trained, Parameters) and trained.schema == schema:
+            parts = [Part(run.dtype, run.offset, trained.segment(run).view(np.uint8)) for run in schema.segments]
+        else:
+            parts = [
+                Part(tensor.dtype, offset, np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+                for tensor, offset, (_, array) in zip(
+                    schema.tensors, schema.offsets, self._read_arrays(trained), strict=True
+                )
+            ]
+        return Difference(schema, parts, self.buffer)
 
     def is_finite(self) -> bool:
         """Return whether no floating-point entry is NaN or infinite, in its own dtype or as float32."""

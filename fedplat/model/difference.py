@@ -1,14 +1,19 @@
-"""The update from one model to another: entry-wise, in any parts, so that it need not be in memory as a whole."""
+"""The update from one model to another: entry by entry, in any parts, so that it need not be in memory as a whole."""
 
 from __future__ import annotations
 
-from typing import Any
+import bisect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from fedplat.model.schema import DTYPES, FLOATING, Schema
 from fedplat.model.values import Bytes
+
+_ALIGNMENT = 8
+"""The largest item size. A part of a flat buffer in canonical order that begins at a multiple has whole entries."""
 
 
 def subtract(dtype: str, trained: npt.NDArray[Any], base: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
@@ -27,15 +32,24 @@ def subtract(dtype: str, trained: npt.NDArray[Any], base: npt.NDArray[Any], out:
             out[...] = trained.astype(np.float32) - base.astype(np.float32)
 
 
-class Difference:
-    """The file of an update, computed from the flat buffers of both models while it is read.
+class Part(NamedTuple):
+    """Trained values of one dtype: contiguous in memory, and from `offset` on in the flat buffer of their model."""
 
-    Its bytes are those of `Parameters.minus`. Neither buffer may change as long as it is read.
+    dtype: str
+    offset: int
+    content: Bytes
+
+
+class Difference:
+    """The file of an update, computed from trained values and the flat buffer of the base while it is read.
+
+    Its bytes are those of `Parameters.minus`. Neither may change as long as it is read.
     """
 
-    def __init__(self, schema: Schema, trained: Bytes, base: Bytes) -> None:
+    def __init__(self, schema: Schema, trained: Sequence[Part], base: Bytes) -> None:
         self._schema = schema
-        self._trained = trained
+        self._trained = [part for part in trained if part.content.size]
+        self._starts = [part.offset for part in self._trained]
         self._base = base
         self.size_bytes = schema.file_size_bytes
 
@@ -47,15 +61,24 @@ class Difference:
         header = self._schema.header
         if start < len(header):
             return memoryview(header)[start : start + scratch.size]
-        start -= len(header)
-        run = next(run for run in self._schema.segments if start < run.offset + run.size_bytes)
-        dtype = DTYPES[run.dtype]
-        skipped = (start - run.offset) % dtype.itemsize  # a part may begin within an entry
-        first = start - skipped
-        entries = slice(first, min(first + scratch.size, run.offset + run.size_bytes))
-        trained = self._trained[entries]
-        if run.dtype in FLOATING:
-            out = scratch[: trained.size]
-            subtract(run.dtype, trained.view(dtype), self._base[entries].view(dtype), out.view(dtype))
-            trained = out
-        return trained.data[skipped:]
+        skipped = (start - len(header)) % _ALIGNMENT
+        first = start - len(header) - skipped
+        out = scratch[: self._schema.size_bytes - first]
+        self._compute(first, out)
+        return out.data[skipped:]
+
+    def _compute(self, first: int, out: Bytes) -> None:
+        """Compute the bytes of the update's flat buffer from `first` on."""
+        stop = first + out.size
+        for part in self._trained[bisect.bisect_right(self._starts, first) - 1 :]:
+            if part.offset >= stop:
+                return
+            begin, end = max(part.offset, first), min(part.offset + part.content.size, stop)
+            dtype = DTYPES[part.dtype]
+            trained = part.content[begin - part.offset : end - part.offset]
+            subtract(
+                part.dtype,
+                trained.view(dtype),
+                self._base[begin:end].view(dtype),
+                out[begin - first : end - first].view(dtype),
+            )

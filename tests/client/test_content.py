@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from fedplat import wire
@@ -21,7 +23,7 @@ UPDATE = TRAINED.minus(BASE)
 
 
 def streamed() -> StreamedUpdate:
-    return StreamedUpdate(TRAINED.difference(BASE))
+    return StreamedUpdate(BASE.difference_to(TRAINED))
 
 
 def parts_of(content: Outgoing, start: int, seconds: float = 0.0) -> list[bytes]:
@@ -62,10 +64,11 @@ def test_two_calls_that_read_a_streamed_update_at_a_time_hash_it_once() -> None:
     assert content.digest == hashlib.sha256(UPDATE.to_bytes()).hexdigest()
 
 
-def test_the_memory_of_a_streamed_update_is_that_of_a_part() -> None:
+@pytest.mark.parametrize("trained", [TRAINED, dict(TRAINED)], ids=["parameters", "arrays"])
+def test_the_memory_of_a_streamed_update_is_that_of_a_part(trained: Mapping[str, npt.NDArray[Any]]) -> None:
     tracemalloc.start()
     try:
-        content = streamed()
+        content = StreamedUpdate(BASE.difference_to(trained))
         for _ in content.split(0, float):
             pass
         assert content.digest

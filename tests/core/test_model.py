@@ -133,11 +133,12 @@ def test_minus_and_plus_are_inverse(carry: Carry):
     assert back["count"] == base["count"]  # a step has no integers
 
 
+@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("scratch_bytes", [8, 24, 1 << 20])
-def test_a_difference_has_the_bytes_of_minus_in_parts_of_any_size_and_from_any_byte(scratch_bytes: int):
+def test_a_difference_has_the_bytes_of_minus_in_parts_of_any_size_and_from_any_byte(scratch_bytes: int, whole: bool):
     base, new = Parameters.from_arrays(mixed(0)), Parameters.from_arrays(mixed(1))
     expected = new.minus(base).to_bytes()
-    difference, scratch = new.difference(base), np.empty(scratch_bytes, np.uint8)
+    difference, scratch = base.difference_to(new if whole else dict(new)), np.empty(scratch_bytes, np.uint8)
     assert difference.size_bytes == len(expected)
     for start in range(len(expected)):
         part = difference.read(start, scratch)
@@ -152,7 +153,7 @@ def test_a_difference_of_any_bits_has_the_bits_of_minus(dtype: str):
     if dtype == "BOOL":
         entries &= 1
     new, base = (Parameters.from_arrays({"w": each.reshape(-1).view(DTYPES[dtype])}) for each in entries)
-    difference, scratch = new.difference(base), np.empty(16, np.uint8)
+    difference, scratch = base.difference_to(new), np.empty(16, np.uint8)
     with np.errstate(all="ignore"):
         expected, start = new.minus(base).to_bytes(), 0
         while start < len(expected):
@@ -163,9 +164,21 @@ def test_a_difference_of_any_bits_has_the_bits_of_minus(dtype: str):
             assert expected.endswith((new["w"] - base["w"]).tobytes())
 
 
-def test_a_difference_refuses_another_schema():
+def test_a_difference_to_arrays_is_by_name_whatever_their_order_and_memory():
+    base, new = Parameters.from_arrays(mixed(0)), Parameters.from_arrays(mixed(1))
+    arrays = {name: np.array(array, order="F") for name, array in reversed(list(new.items()))}
+    arrays["first"] = np.stack([arrays["first"]] * 2)[0]
+    scratch = np.empty(1 << 20, np.uint8)
+    difference, header = base.difference_to(arrays), len(base.schema.header)
+    assert difference.read(header, scratch) == new.minus(base).to_bytes()[header:]
+
+
+def test_a_difference_refuses_other_arrays():
+    base = Parameters.from_arrays({"first": np.zeros(1, np.float32)})
     with pytest.raises(ModelError, match="'first' is missing"):
-        Parameters.from_arrays({}).difference(Parameters.from_arrays({"first": np.zeros(1, np.float32)}))
+        base.difference_to(Parameters.from_arrays({}))
+    with pytest.raises(ModelError, match=r"'first' is float32 \[2\]; expected float32 \[1\]"):
+        base.difference_to({"first": np.zeros(2, np.float32)})
 
 
 def test_small_dtypes_are_added_in_float32():

@@ -25,7 +25,7 @@ from fedplat.cli import watch
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Task, TrainResult
-from support import deployment, otlp, processes
+from support import deployment, killed_uploads, otlp, processes
 from support.clients import add_one, at_work
 from support.jobs import write_job
 from support.watching import Watching, watched
@@ -269,6 +269,13 @@ def check_funnels(connection: sqlite3.Connection, job_id: str, attempts: list[ad
     assert seen >= {"MERGED", "FAILED", "LATE"}
 
 
+@contextlib.contextmanager
+def uploads(place: Place, folder: Path) -> Generator[Held]:
+    """The server is killed in the upload of one client, and the other client in its own upload."""
+    with killed_uploads.held(place.server, place.admin, folder) as (go_on, check):
+        yield Held(go_on, check)
+
+
 NUM_TRACED = 20
 TRACED = write_job(
     "traced",
@@ -426,7 +433,14 @@ def test_a_server_that_is_killed_loses_nothing(
         watching = stack.enter_context(watched(server))
         trainings = stack.enter_context(long_trainings(place, tmp_path / "long"))
         # The funnel is the last one, since its rounds have deadlines of seconds.
-        scenarios = {"survivor": survivor, "separated": separated, "traced": traced, "again": again, "funnel": funnel}
+        scenarios = {
+            "survivor": survivor,
+            "separated": separated,
+            "traced": traced,
+            "again": again,
+            "uploads": uploads,
+            "funnel": funnel,
+        }
         held: dict[str, Held] = {}
         for name, scenario in scenarios.items():
             (tmp_path / name).mkdir()
