@@ -30,7 +30,9 @@ def write_project(folder: Path, name: str, population: str, rounds: int, size: i
 
     The rule has a momentum and the codec leaves values to later rounds, so that server and clients keep states.
     """
-    codec = {"uplink": {"codec": "topk", "fraction": 0.25, "values": "fp32"}}
+    tables: dict[str, Any] = {}
+    if size != LARGE:
+        tables["compression"] = {"uplink": {"codec": "topk", "fraction": 0.25, "values": "fp32"}}
     folder.mkdir(parents=True, exist_ok=True)
     text = write_job(
         name,
@@ -39,9 +41,9 @@ def write_project(folder: Path, name: str, population: str, rounds: int, size: i
         rounds=rounds,
         selection={"goal": NUM_CLIENTS, "min_fraction": 1.0},
         aggregation={"rule": "fedavgm", "momentum": 0.5},
-        **({} if size == LARGE else {"compression": codec}),
         deadlines={"heartbeat_s": 0.5},
         retry={"base_s": 0.1},
+        **tables,
     )
     (folder / "unused.safetensors").write_bytes(initial_model(size).to_bytes())
     path = folder / f"{name}.toml"

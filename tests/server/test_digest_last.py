@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -139,8 +140,8 @@ def test_the_next_life_continues_with_what_had_arrived(open_spool: OpenSpool) ->
     assert spool.count_received(KEY, ID) == 0, "its name is its digest now"
     assert report(spool) == ReceivedUpdate(len(DATA), float(len(DATA)))
     spool = open_spool()
-    path = spool.complete(KEY, DIGEST)
-    assert path == spool_path_of(spool.folder, KEY, DIGEST)
+    path = spool_path_of(spool.folder, KEY, DIGEST)
+    assert spool.complete(KEY, DIGEST) == path
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
@@ -205,7 +206,7 @@ async def refusal_of(call: aio.Call | object) -> grpc.StatusCode:
         {"digest": ""},
     ],
 )
-async def test_names_that_no_upload_has_are_refused(site: Site, fields: dict[str, str]) -> None:
+async def test_names_that_no_upload_has_are_refused(site: Site, fields: dict[str, Any]) -> None:
     client, token = await working(site)
     assert await refusal_of(client.upload(token, UPDATE, **fields)) is grpc.StatusCode.INVALID_ARGUMENT
     query = {"digest": digest_of(UPDATE)} | fields

@@ -233,7 +233,7 @@ class Member:
     async def _stream(self, token: str, content: bytes, upload_id: str = "") -> fleet_pb2.ReportResponse | None:
         """The update as a stream, from where it stopped; then its report. None: the assignment is open no more."""
         digest, examples = digest_of(content), num_examples(self.number)
-        names = {"digest": "" if upload_id else digest, "upload_id": upload_id}
+        names: dict[str, Any] = {"digest": "" if upload_id else digest, "upload_id": upload_id}
 
         async def upload(client: RawClient) -> None:
             await client.upload(token, content, await client.query(token, **names), **names)
