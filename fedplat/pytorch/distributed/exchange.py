@@ -57,8 +57,7 @@ class P2PVectors(Vectors):
         self._slots = [
             torch.zeros(layout.size, dtype=torch.float32, device=ranks.device) for _ in range(layout.slots(ranks.rank))
         ]
-        if ranks.device.type == "cuda":  # NCCL connects all ranks at their first collective, and only then
-            distributed.all_reduce(torch.zeros(1, device=ranks.device), group=ranks.group)
+        ranks.connect()
 
     @property
     @override

@@ -108,6 +108,14 @@ class Ranks:
         token = torch.zeros(1, dtype=torch.uint8)
         distributed.all_gather([torch.empty_like(token) for _ in range(self.size)], token, group=self.group)
 
+    def connect(self) -> None:
+        """Connect the devices of all ranks, so that some of them can exchange batches of messages.
+
+        NCCL connects the ranks of a group when all of them do something together for the first time. If that is a batch
+        of messages between some of them (`batch_isend_irecv`), they wait for the others, which may wait for them.
+        """
+        distributed.all_reduce(torch.zeros(1, device=self.device), group=self.group)
+
     def with_backend(self, backend: Backend) -> Ranks:
         """Return the same ranks, which with "gloo" compute on CPUs even if they have GPUs."""
         if backend != "gloo" or self.device.type == "cpu":

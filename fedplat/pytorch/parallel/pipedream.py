@@ -88,6 +88,8 @@ class PipeDreamGradients(GradientComputation):
             for number, module in zip(self._layout.stages, trainee.stages, strict=True)
         ]
         self.versions = {stage.number: stage.versions for stage in stages}
+        if not has_all:
+            self._layout.ranks.connect()
         for first, end in self._segments(plan.num_steps):
             if has_all:
                 yield from _compute_in_turn(stages, first, end, counts=self._layout.ranks.is_first)

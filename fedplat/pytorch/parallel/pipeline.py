@@ -92,20 +92,25 @@ class PipelineGradients(LayoutGradients):
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """The shape and the data type of what a stage returns; or why it cannot compute."""
+    """The shape and the data type of what a stage returns; or why it cannot compute.
+
+    Its strides are those of a message, but for the last stage, whose outputs may be views: PyTorch before 2.13 refuses
+    outputs with other strides than it was told.
+    """
 
     sizes: list[int] = []
+    strides: list[int] = []
     dtype: str = ""
     error: str = ""
 
     def empty(self, device: torch.device | str) -> torch.Tensor:
         """Return a tensor whose values are not set."""
-        return torch.empty(self.sizes, dtype=getattr(torch, self.dtype), device=device)
+        return torch.empty_strided(self.sizes, self.strides, dtype=getattr(torch, self.dtype), device=device)
 
     @classmethod
     def of(cls, values: torch.Tensor) -> Shape:
         """Return the shape of a tensor."""
-        return cls(list(values.shape), str(values.dtype).removeprefix("torch."))
+        return cls(list(values.shape), list(values.stride()), str(values.dtype).removeprefix("torch."))
 
 
 def find_shapes(trainee: DividedModule, inputs: torch.Tensor | None, autocast: Callable[[], Any]) -> list[Shape]:
@@ -115,7 +120,7 @@ def find_shapes(trainee: DividedModule, inputs: torch.Tensor | None, autocast: C
     cannot compute by itself.
     """
     layout = trainee.layout
-    own = dict(zip(layout.stages, trainee.stages, strict=True))
+    own = layout.stages
     shapes: list[Shape] = []
     for stage in range(-1, layout.parallel.num_stages):
         found: Shape | None = None
@@ -124,7 +129,7 @@ def find_shapes(trainee: DividedModule, inputs: torch.Tensor | None, autocast: C
         elif stage in own:
             values = inputs if stage == 0 else torch.zeros_like(shapes[-1].empty(trainee.device))
             assert values is not None
-            found = _try_stage(trainee, own[stage], values, autocast)
+            found = _try_stage(trainee, stage, values, autocast)
         shapes.append(_tell(layout, found))
         if shapes[-1].error:
             raise TrainingError(
@@ -136,12 +141,14 @@ def find_shapes(trainee: DividedModule, inputs: torch.Tensor | None, autocast: C
     return shapes
 
 
-def _try_stage(trainee: DividedModule, stage: nn.Module, values: torch.Tensor, autocast: Callable[[], Any]) -> Shape:
+def _try_stage(trainee: DividedModule, number: int, values: torch.Tensor, autocast: Callable[[], Any]) -> Shape:
+    stage = trainee.stages[trainee.layout.stages.index(number)]
     try:
         with torch.no_grad():
-            return Shape.of(parts.compute_stage(stage, values, 0, trainee.device, autocast()))
+            outputs = parts.compute_stage(stage, values, 0, trainee.device, autocast())
     except Exception as exc:  # of any kind, in the code of the model: all ranks raise it in a sentence
         return Shape(error=f"{type(stage).__name__.removeprefix('FSDP')} raises {type(exc).__name__}: {exc}")
+    return Shape.of(outputs if number == trainee.layout.parallel.num_stages - 1 else outputs.contiguous())
 
 
 def _tell(layout: Layout, found: Shape | None) -> Shape:

@@ -80,6 +80,7 @@ def measure_link(ranks: Ranks, pair: tuple[int, int], num_bytes: int) -> records
         for each in work:
             each.wait()
 
+    ranks.connect()
     time_runs(ranks, run)
     seconds = min(time_runs(ranks, run) for _ in range(REPETITIONS))
     return records.Link(sender, receiver, num_bytes / seconds / 1e9)
