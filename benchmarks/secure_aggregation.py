@@ -5,7 +5,8 @@
 The work is that of one attempt on a model of `--parameters` entries: one client from its keys to its answer, and the
 server from the answers to the sum without masks, with 5 % of the clients lost after they sent their shares. Flower does
 the same with its SecAgg+, in the environment of the other platforms, if it exists. The limit is the key stream of the
-same masks (AES-256 in counter mode), and one pass over memory for each. The sum is compared with that of the vectors if
+same masks (AES-256 in counter mode), and one pass over memory for each. Flower's clients share masks with all that
+hold their shares. The sum is compared with that of the vectors if
 the group has at most `MAX_CHECKED` clients; in larger ones only the vector of the measured client is masked, because no
 time of the server depends on the others.
 
@@ -35,7 +36,6 @@ import numpy as np
 import numpy.typing as npt
 import typer
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 import report
 import secure_rounds
@@ -114,12 +114,12 @@ def list_rows(
 ) -> list[tuple[report.Cell, ...]]:
     """Return the rows of a group."""
     size, degree = found.graph.size, found.graph.degree
-    group = f"{size:,}, " + ("complete graph" if degree == size - 1 else f"{degree} neighbours")
+    group = f"{size:,}, shares for {degree}, masks with {found.graph.num_peers}"
     cores = len(os.sched_getaffinity(0))
     their_bytes = theirs["update_bytes"] / num_parameters if theirs else None
     server_limit_s = found.num_removed * mask_s
     rows = (
-        ("client, s", found.client_s, theirs.get("client_s"), (degree + 1) * mask_s),
+        ("client, s", found.client_s, theirs.get("client_s"), (found.graph.num_peers + 1) * mask_s),
         (f"server, {num_dropped} lost, s", found.server_s, theirs.get("server_s"), server_limit_s),
         (f"the same on {cores} cores, s", found.server_cores_s, None, server_limit_s / cores),
         ("update, bytes a parameter", BYTES_PER_ENTRY, their_bytes, None),
@@ -190,7 +190,7 @@ def measure(size: int, num_dropped: int, num_parameters: int) -> Measured:
 def count_masks(graph: Graph, survivors: Survivors) -> int:
     """Return the number of masks that the server removes."""
     alive = frozenset(survivors.survivors)
-    return len(alive) + sum(len(alive.intersection(graph.neighbours(place))) for place in survivors.dropped)
+    return len(alive) + sum(len(alive.intersection(graph.peers(place))) for place in survivors.dropped)
 
 
 def make_setup(size: int, num_parameters: int) -> Setup:
@@ -226,16 +226,16 @@ def masks_left_out(applies: bool) -> Generator[None]:
 
 def limit_of_a_mask(num_parameters: int) -> float:
     """Return the CPU seconds of the key stream of one mask, in blocks that stay in the cache, and of one pass."""
-    block = bytes(4 * (1 << 15))
-    room = bytearray(len(block) + 16)
+    size_bytes = 4 * (1 << 15)
+    room = memoryview(bytearray(size_bytes + primitives.ROOM_BYTES))
     vector, other = np.zeros((2, num_parameters), np.uint32)
     num_blocks = -(-num_parameters // (1 << 15))
     found: list[float] = []
     for _ in range(20):
-        stream = Cipher(algorithms.AES(bytes(32)), modes.CTR(bytes(16))).encryptor()
+        stream = primitives.MaskStream(bytes(32), with_gcm=True)
         begun = time.process_time()
         for _ in range(num_blocks):
-            stream.update_into(block, room)
+            stream.read_into(room, size_bytes)
         vector += other
         found.append(time.process_time() - begun)
     return min(found)

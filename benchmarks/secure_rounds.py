@@ -19,6 +19,8 @@ from fedplat.admin import submission
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.secure_aggregation import primitives
+from fedplat.secure_aggregation.messages import SecureAggregation
+from fedplat.secure_aggregation.setup import Graph
 from models import alike, parameters
 from processes import FailedError
 from report import Report
@@ -72,7 +74,7 @@ def compare(folder: Path, num_clients: int, num_parameters: int, rounds: int) ->
 def time_masks(num_clients: int, num_parameters: int) -> float:
     """Return the seconds that the masks of one of `num_clients` clients take on one core: the median of 5."""
     vector = np.zeros(num_parameters, np.uint32)
-    keys = [os.urandom(32) for _ in range(num_clients)]
+    keys = [os.urandom(32) for _ in range(Graph.of(SecureAggregation(), num_clients).num_peers + 1)]
     seconds: list[float] = []
     for _ in range(5):
         started = time.perf_counter()

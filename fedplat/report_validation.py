@@ -69,7 +69,7 @@ def validate_file(update: Path, base: Path, codec: codecs.CodecOptions | None) -
 
     Reads the file at most once; memory does not grow with its size. `base` is the file of a version of the job.
     """
-    expected = Parameters.open(base).schema
+    expected = _schema_of(base)
     if codec is not None:
         try:
             return measure_norm(Format(codec, expected).open(update).to_blocks())
@@ -135,7 +135,19 @@ def size_limit(base: Path, codec: codecs.CodecOptions | None) -> int:
     """Return the maximum bytes that an upload may announce. `base` is the file of a version, which is immutable."""
     if codec is None:
         return 2 * base.stat().st_size + _SPARE_BYTES
-    return Format(codec, Parameters.open(base).schema).max_bytes + _SPARE_BYTES
+    return Format(codec, _schema_of(base)).max_bytes + _SPARE_BYTES
+
+
+def _schema_of(base: Path) -> Schema:
+    """Return the schema of the file of a version, which all clients of an attempt have."""
+    found = base.stat()
+    return _read_schema(base, found.st_ino, found.st_mtime_ns)
+
+
+@lru_cache(maxsize=16)
+def _read_schema(base: Path, inode: int, modified_ns: int) -> Schema:
+    """Read the schema of a version that has this file: a server may fetch the file again, or restore it."""
+    return Parameters.open(base).schema
 
 
 def _describe_difference(update: Path, expected: Schema) -> str:

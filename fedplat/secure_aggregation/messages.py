@@ -29,8 +29,9 @@ class SecureAggregation(Struct, frozen=True, forbid_unknown_fields=True):
     """Part of the clients that hold shares of a client's secrets (its neighbours and itself) whose answers remove its
     masks. If fewer answer, the attempt fails; if as many collude with the server, they can read its update."""
     neighbours: Annotated[int, Meta(ge=0, le=MAX_GROUP - 1)] = 0
-    """Number of other clients with which each client shares masks, even; 0: all others in a group of up to 100, and in
-    a larger one enough for 10 % of clients that collude and 10 % that drop out."""
+    """Number of other clients that hold shares of each client's secrets, and share masks with it, even; 0: all others
+    hold shares in a group of up to 100, and in a larger one enough for 10 % of clients that collude and 10 % that drop
+    out; masks are shared with enough of them."""
     group: Annotated[int, Meta(ge=MIN_GROUP, le=MAX_GROUP)] = MAX_GROUP
     """Maximum number of clients in a group. A larger cohort is divided into groups of nearly equal size, of each of
     which the server learns the sum."""

@@ -27,7 +27,7 @@ from fedplat.secure_aggregation.setup import Graph, Setup, keys_payload, survivo
 class ParticipantLimits(Struct, frozen=True, forbid_unknown_fields=True):
     """What a client requires of a secure aggregation, whatever the server says.
 
-    `min_survivors` is the minimum number of clients in a sum, of those that share masks with this one and itself.
+    `min_survivors` is the minimum number of clients in a sum, of those that hold shares of this one and itself.
     `min_threshold` is the minimum part of the holders of a secret that must answer to recover it. `trusted_keys` are
     the only others that may be in its group, by the public keys with which they are enrolled; None: any. With
     `require_confirmation`, clients must confirm the survivors to each other.
@@ -60,6 +60,10 @@ class _Place:
     @property
     def neighbours(self) -> list[int]:
         return self.graph.neighbours(self.position)
+
+    @property
+    def peers(self) -> list[int]:
+        return self.graph.peers(self.position)
 
     @property
     def holders(self) -> list[int]:
@@ -151,7 +155,7 @@ class Participant:
             )
         added = [primitives.derive_own_key(secrets.seed, place.context, place.position)]
         subtracted: list[bytes] = []
-        for peer in sealed:
+        for peer in sealed.keys() & frozenset(place.peers):
             pair = (place.position, peer)
             key = primitives.derive_pair_key(secrets.masking, place.keys_of(peer).masking_key, place.context, pair)
             (added if peer > place.position else subtracted).append(key)
@@ -243,7 +247,7 @@ class Participant:
         holders, limits = graph.degree + 1, self._limits
         if holders < limits.min_survivors:
             raise SecureAggregationError(
-                f"only {holders} clients share masks; this client requires {limits.min_survivors}"
+                f"only {holders} clients hold shares; this client requires {limits.min_survivors}"
             )
         if graph.threshold < limits.min_threshold * holders or 2 * graph.threshold <= holders:
             raise SecureAggregationError(
@@ -266,8 +270,9 @@ class Participant:
         minimum = max(place.graph.threshold, self._limits.min_survivors)
         if len(senders) + 1 < minimum:
             raise SecureAggregationError(
-                f"{len(senders) + 1} clients that share masks with this one have sent shares; expected {minimum}"
+                f"{len(senders) + 1} clients that hold shares of this one have sent shares; expected {minimum}"
             )
+        _check_peers(place, senders, "have sent shares")
 
     def _confirm(self, content: bytes) -> bytes:
         place = self._accept(messages.Survivors.from_bytes(content))
@@ -319,8 +324,22 @@ class Participant:
         minimum = max(place.graph.threshold, self._limits.min_survivors)
         if len(alive & holders) < minimum:
             raise SecureAggregationError(
-                f"{len(alive & holders)} of the clients that share masks with this one survive; expected {minimum}"
+                f"{len(alive & holders)} of the clients that hold shares of this one survive; expected {minimum}"
             )
+        _check_peers(place, alive & senders, "survive")
+
+
+def _check_peers(place: _Place, left: Collection[int], do: str) -> None:
+    """Check that a quarter of the clients that share masks with this one are left, which fails by chance only rarely.
+
+    Honest servers lose so many of them only together with so many clients that the attempt fails anyway.
+    """
+    peers = place.peers
+    found, least = len(frozenset(left).intersection(peers)), max(2, len(peers) // 4)
+    if found < least:
+        raise SecureAggregationError(
+            f"{found} of the {len(peers)} clients that share masks with this one {do}; expected {least}"
+        )
 
 
 def _open_shares(place: _Place, secrets: _Secrets, sealed: Mapping[int, bytes]) -> dict[int, SharePair]:
@@ -344,6 +363,6 @@ def _check_confirmations(
             raise SecureAggregationError(f"position {position} has not confirmed these survivors")
     if len(signers) < place.graph.threshold:
         raise SecureAggregationError(
-            f"{len(signers)} of the clients that share masks with this one have confirmed the survivors; "
+            f"{len(signers)} of the clients that hold shares of this one have confirmed the survivors; "
             f"expected {place.graph.threshold}"
         )

@@ -4,6 +4,10 @@ Source: Bell et al. 2020, "Secure Single-Server Aggregation with (Poly)Logarithm
 positions of a group are a random order of its clients, so that a graph in which each is connected to the nearest ones
 is a random one to them. The server draws this order. One that does not draw it at random could surround a client with
 its accomplices in a large group; `ParticipantLimits.trusted_keys` keeps those out.
+
+A client shares masks with the nearest of those that hold shares of its secrets (`Graph.peers`), not with all. Of the
+three conditions on a graph in Bell et al. 2020, Section 3.2, two are about shares: few holders collude, and enough
+survive. Masks need the other one: the honest survivors are connected, so that only the sum of all of them is known.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from fedplat.errors import SecureAggregationError
 from fedplat.privacy import noise
 from fedplat.secure_aggregation.messages import KEY_BYTES, MAX_GROUP, Finite, Member, SecureAggregation, Survivors
 
-VERSION = 1
+VERSION = 2
 """Version of the protocol. A client and a server with different ones do not work together on secure jobs."""
 FEATURE = f"secure_aggregation.{VERSION}"
 """The feature that a client must state to take part."""
@@ -203,32 +207,49 @@ _SECURITY = 2**41
 """One in how many graphs may be disconnected, and one in how many may have too many colluding neighbours."""
 _CORRECTNESS = 2**20
 """One in how many graphs may fail because of drop-outs."""
+_LEAST_SPARSE = 50
+"""Minimum number of clients of a group in which a client does not share masks with all that hold its shares."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Graph:
-    """A circle of `size` positions, each of which is connected to the `degree` nearest ones.
+    """A circle of `size` positions, each of which is connected to the `degree` nearest ones, which hold its shares.
 
-    `threshold` shares of the `degree` + 1 of a secret recover it.
+    `threshold` shares of the `degree` + 1 of a secret recover it. The `num_peers` nearest ones share masks with it.
     """
 
     size: int
     degree: int
     threshold: int
+    num_peers: int
 
     @classmethod
     def of(cls, options: SecureAggregation, size: int) -> Graph:
-        """Return the graph of a group."""
+        """Return the graph of a group.
+
+        Each client shares masks with all its neighbours if the job states their number, and if clients confirm the
+        survivors: a server that lies about who dropped out could leave few of the masks of a client.
+        """
         degree = min(options.neighbours or default_degree(size, options.threshold), size - 1)
-        return cls(size, degree, _count_threshold(options.threshold, degree))
+        num_peers = degree
+        if not options.neighbours and not options.confirm:
+            num_peers = min(default_peers(size, options.threshold), degree)
+        return cls(size, degree, _count_threshold(options.threshold, degree), num_peers)
 
     def neighbours(self, position: int) -> list[int]:
-        """Return the positions that share masks with one, in ascending order."""
+        """Return the positions that hold shares of one, without itself, in ascending order."""
+        return self._nearest(position, self.degree)
+
+    def peers(self, position: int) -> list[int]:
+        """Return the positions that share masks with one, in ascending order: some of its neighbours, or all."""
+        return self._nearest(position, self.num_peers)
+
+    def _nearest(self, position: int, count: int) -> list[int]:
         if not 0 <= position < self.size:
             raise SecureAggregationError(f"position {position} is not in a group of {self.size}")
-        if self.degree == self.size - 1:
+        if count == self.size - 1:
             return [other for other in range(self.size) if other != position]
-        half = self.degree // 2
+        half = count // 2
         steps = [step for step in range(-half, half + 1) if step]
         return sorted((position + step) % self.size for step in steps)
 
@@ -264,6 +285,21 @@ def default_degree(size: int, threshold: float) -> int:
             bounds = _bound_threshold(size, degree, ADVERSARIES, DROPOUTS)
             # Honest holders answer once, the client itself included, and colluding ones for both of its secrets.
             if bounds is not None and shares <= bounds[1] and 2 * shares > degree + 1 + bounds[0]:
+                return degree
+    return size - 1
+
+
+@functools.lru_cache(maxsize=64)
+def default_peers(size: int, threshold: float) -> int:
+    """Return the number of clients with which each client of a group shares masks.
+
+    The honest survivors are connected but for 2^-41 of the graphs, although as many clients collude as shares protect
+    against if the server lies (2 `threshold` - 1 of them, a third by default), and `DROPOUTS` more of them drop out.
+    """
+    missing = math.floor((max(ADVERSARIES, 2.0 * threshold - 1.0) + DROPOUTS) * size + 1e-9)
+    if size >= _LEAST_SPARSE and missing < size - 1:
+        for degree in range(2, size - 1, 2):
+            if _is_connected(size, degree, missing):
                 return degree
     return size - 1
 

@@ -128,7 +128,7 @@ def remove_masks(  # noqa: PLR0913 -- all messages of a group
         subtracted.append(primitives.derive_own_key(seed, recovery.context, position))
     for position, pair in pairs.items():
         assert pair is not None
-        for peer in alive.intersection(recovery.graph.neighbours(position)):
+        for peer in alive.intersection(recovery.graph.peers(position)):
             key = primitives.derive_pair_key(pair, members[peer].keys.masking_key, recovery.context, (position, peer))
             (added if peer > position else subtracted).append(key)
     primitives.apply_masks(total, setup.encoding.modulus, added, subtracted, workers)

@@ -44,7 +44,7 @@ def encode_setup(setup: Setup, change: dict[str, Any] | bytes) -> bytes:
         ({"attempt": 2}, {}, "is for the attempt 2; the assignment is for 1"),
         ({"model_digest": "0" * 64}, {}, f"is for the model digest '{'0' * 64}'"),
         ({"task_digest": "0" * 64}, {}, f"is for the task digest '{'0' * 64}'"),
-        ({"version": 2}, {}, "the secure aggregation has version 2; this program has 1"),
+        ({"version": 1}, {}, "the secure aggregation has version 1; this program has 2"),
         (
             {"size": 7},
             {},
@@ -242,7 +242,7 @@ TYPES: dict[str, type[Message]] = {"roster": Roster, "shares": HeldShares, "unma
         ("roster", repeat_member, "a client is on the roster more than once"),
         ("roster", replace_member, "the signature of the keys at position 3 is not valid"),
         ("shares", None, "are not a HeldShares"),
-        ("shares", send_no_shares, "1 clients that share masks with this one have sent shares; expected 3"),
+        ("shares", send_no_shares, "1 clients that hold shares of this one have sent shares; expected 3"),
         ("unmask", None, "are not a UnmaskRequest"),
         ("unmask", survive(0, 1), "there are 2 survivors; expected at least 3"),
         ("unmask", survive(0, 1, 2, 3, dropped=(3,)), "a position is named twice as a survivor or dropped, or as both"),

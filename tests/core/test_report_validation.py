@@ -6,6 +6,7 @@ import math
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -57,6 +58,25 @@ def test_memory_does_not_grow_with_a_misfit(base: Path, tmp_path: Path, header_b
         tracemalloc.stop()
     assert answers == {Verdict(Reason.REJECTED_SCHEMA, "tensor 'weight' is missing (1 in all)")}
     assert peak < 4 * MIB
+
+
+def test_the_header_of_a_version_is_read_once_while_its_file_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = mock.Mock(wraps=Parameters.open)
+    monkeypatch.setattr(Parameters, "open", read)
+    small, other = (Parameters.from_arrays({name: np.ones(3, np.float32)}).to_bytes() for name in ("a", "b"))
+    base, update = tmp_path / "base", tmp_path / "update"
+    base.write_bytes(small)
+    update.write_bytes(small)
+    assert [report_validation.validate_file(update, base, None) for _ in range(5)] == [math.sqrt(3)] * 5
+    assert report_validation.size_limit(base, None) > 2 * len(small)
+    assert read.call_count == 1
+    new = tmp_path / "new"
+    new.write_bytes(other)
+    new.replace(base)
+    assert isinstance(report_validation.validate_file(update, base, None), Verdict)
+    assert read.call_count == 2
 
 
 @pytest.mark.fault("F46")

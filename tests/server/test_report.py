@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from unittest import mock
 
 import grpc
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 from fedplat import report_validation
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
+from fedplat_server.rpc import report_intake
 from support import daemons
 from support.daemons import RawClient, Site, digest_of, initial_model, reason_name, update_of
 from support.jobs import job_file
@@ -88,6 +90,20 @@ async def test_the_bytes_of_accepted_updates_are_counted(site: Site) -> None:
     assert [attempt.update_bytes for attempt in await site.operator.rounds(job)] == [2 * size]
     reported = [event.update_bytes for event in await site.operator.events(job) if event.to_state == "REPORTED"]
     assert reported == [size, size]
+
+
+async def test_the_rule_that_judges_reports_is_built_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    build = mock.Mock(wraps=report_intake.build_rule)
+    monkeypatch.setattr(report_intake, "build_rule", build)
+    job, clients, tokens = await pair(site)
+    for client, token in zip(clients, tokens, strict=True):
+        await client.deliver(token, UPDATE)
+    await site.operator.until(job, "job", "COMPLETED")
+    assert build.call_count == 1
+    other, (client, _), (token, _) = await pair(site)
+    await client.deliver(token, UPDATE)
+    assert build.call_count == 2
+    await site.operator.jobs.CancelJob(admin_pb2.JobRequest(job=other))
 
 
 @pytest.mark.slow

@@ -240,12 +240,13 @@ class GroupCosts:
     def mask(self, position: int, senders: frozenset[int]) -> StepCost:
         """Return the cost of an update that is encoded and masked; `senders` have sent shares."""
         units = self._units
-        peers = [each for each in self._graph.neighbours(position) if each in senders]
-        held = messages.HeldShares(_fill(peers, messages.SEALED_BYTES))
-        entry_s = units.encode_entry_s + (len(peers) + 1) * units.mask_entry_s
+        holders = [each for each in self._graph.neighbours(position) if each in senders]
+        held = messages.HeldShares(_fill(holders, messages.SEALED_BYTES))
+        num_masks = len(senders.intersection(self._graph.peers(position)))
+        entry_s = units.encode_entry_s + (num_masks + 1) * units.mask_entry_s
         if self._setup.encoding.noise is not None:
             entry_s += units.noise_entry_s
-        cpu_s = len(peers) * (2 * units.exchange_s + units.seal_s) + self._length * entry_s
+        cpu_s = len(holders) * (units.exchange_s + units.seal_s) + num_masks * units.exchange_s + self._length * entry_s
         return StepCost(len(held.to_bytes()), encoding.file_bytes(self._setup), cpu_s)
 
     def confirm(self, survivors: messages.Survivors) -> StepCost:
@@ -270,7 +271,7 @@ class GroupCosts:
         It recovers the mask of each survivor, and those that each drop-out shares with its surviving neighbours.
         """
         units, alive, threshold = self._units, frozenset(survivors.survivors), self._graph.threshold
-        pairs = sum(len(alive.intersection(self._graph.neighbours(each))) for each in survivors.dropped)
+        pairs = sum(len(alive.intersection(self._graph.peers(each))) for each in survivors.dropped)
         num_secrets = len(survivors.survivors) + len(survivors.dropped)
         seconds = (self._graph.size + num_confirmed) * units.verify_s
         seconds += (self._graph.size + len(survivors.dropped) + pairs) * units.exchange_s

@@ -9,13 +9,15 @@ import asyncio
 import dataclasses
 import functools
 import hashlib
+from collections import OrderedDict
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
 from fedplat import durable
+from fedplat.aggregate import Rule
 from fedplat.errors import PluginError, UserCodeError
-from fedplat.job import build_rule
-from fedplat.rounds import Assignment, AssignmentId, Verdict, events, states
+from fedplat.job import JobSpec, build_rule
+from fedplat.rounds import Assignment, AssignmentId, JobState, Verdict, events, states
 from fedplat.rounds.protocols.base import protocol_of
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server import config, errors, logs
@@ -28,6 +30,9 @@ from fedplat_server.protocols.registry import ServerHalves
 from fedplat_server.rpc.client_access import AssignmentFinder
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.spool import Spool
+
+MAX_RULES = 256
+"""Jobs whose rules are kept in memory."""
 
 
 class ReceivedUpdate(NamedTuple):
@@ -49,6 +54,9 @@ class ReportIntake:
     spool: Spool
     blobs: BlobStore
     quotas: Quotas
+
+    def __post_init__(self) -> None:
+        self._rules: OrderedDict[str, tuple[JobSpec, Rule]] = OrderedDict()  # by job
 
     async def receive_upload(
         self, assignment: Assignment, header: fleet_pb2.UploadHeader, messages: AsyncIterator[streams.UploadMessage]
@@ -87,7 +95,7 @@ class ReportIntake:
         job, half = self.finder.job_of(assignment), self._half_of(assignment)
         verdict = half.judge(job, assignment)
         try:
-            rule = build_rule(job.spec)
+            rule = self._rule_of(job)
         except (PluginError, UserCodeError) as exc:  # of a plugin, which may fail at any call
             logs.get().error(
                 "an attempt has no aggregation rule", **logs.assignment_fields(assignment.id), error=str(exc)
@@ -109,6 +117,18 @@ class ReportIntake:
                 *assignment.id, request.digest, request.num_examples, dict(request.metrics), update_bytes, norm
             )
         )
+
+    def _rule_of(self, job: JobState) -> Rule:
+        """Return the rule of a job, which is built for its first report and again when its specification changes.
+
+        It judges the metrics of reports only; each attempt builds its own. Raises as `build_rule`.
+        """
+        found = self._rules.get(job.job_id)
+        if found is None or found[0] is not job.spec:
+            found = self._rules[job.job_id] = job.spec, build_rule(job.spec)
+            if len(self._rules) > MAX_RULES:
+                self._rules.popitem(last=False)
+        return found[1]
 
     async def _receive_update(
         self, assignment: Assignment, request: fleet_pb2.ReportRequest

@@ -6,12 +6,14 @@ import contextlib
 import itertools
 import math
 from collections.abc import Sequence
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedplat.errors import SecureAggregationError
+from fedplat.secure_aggregation import primitives
 from fedplat.secure_aggregation.unmasking import make_roster
 from support.secure_group import SecureGroup, make_setup
 
@@ -118,6 +120,19 @@ def test_the_sum_of_four_clients_is_exact_for_every_pattern_with_three_that_stay
             assert exits.count(STAYS) >= 3
             num_exact += 1
     assert num_exact == 1 + 4 * (4 if confirm else 3)  # all stay, or one of four leaves before any of the steps
+
+
+def test_masks_are_shared_with_the_nearest_only_and_still_cancel_with_drop_outs() -> None:
+    group = SecureGroup(make_setup(50), 50)
+    assert group.graph.num_peers < group.graph.degree == 49
+    with mock.patch.object(primitives, "apply_masks", wraps=primitives.apply_masks) as apply:
+        group.reach_masking(dropped=[0, 1, 2, 17])
+    assert [len(call.args[2]) + len(call.args[3]) for call in apply.call_args_list] == [group.graph.num_peers + 1] * 46
+    request = group.request()
+    for position in group.survivors.survivors[5:]:
+        group.answer(position, request)
+    assert not group.unmask()
+    assert group.total.tobytes() == group.expected.tobytes()
 
 
 @pytest.mark.parametrize("workers", [1, 3])

@@ -125,7 +125,7 @@ def test_a_client_has_limits_of_its_own() -> None:
     limited(trusted_keys=frozenset(map(public_key, range(1, 6)))).share([0])
     refuse_roster(group := limited(trusted_keys=frozenset[bytes]()), group.members, "position 1 is not one")
     small = SecureGroup(make_setup(SIZE, neighbours=2), SIZE, ParticipantLimits(min_survivors=4))
-    refuse_roster(small, small.members, "only 3 clients share masks; this client requires 4")
+    refuse_roster(small, small.members, "only 3 clients hold shares; this client requires 4")
 
 
 def test_a_client_masks_one_vector_of_the_right_form() -> None:
@@ -180,8 +180,23 @@ def test_a_client_refuses_shares_of_strangers_and_too_few_shares() -> None:
         client.mask(HeldShares(held | {4: held[1]}).to_bytes(), group.draw(0))
     with refused(SecureAggregationError, match="position 0, which is not a neighbour"):
         client.mask(HeldShares(held | {0: held[1]}).to_bytes(), group.draw(0))
-    with refused(SecureAggregationError, match="3 clients that share masks with this one have sent shares; expected 4"):
+    with refused(SecureAggregationError, match="3 clients that hold shares of this one have sent shares; expected 4"):
         client.mask(HeldShares({1: held[1], 2: held[2]}).to_bytes(), group.draw(0))
+
+
+def test_a_client_refuses_a_sum_in_which_few_share_masks_with_it() -> None:
+    size = 75
+    group = group_of(size).reach_sharing()
+    client, near = group.participants[20], group.graph.peers(20)
+    far, few = sorted({*range(size)} - {20, *near[6:]}), near[6:]
+    assert len(far) + 1 >= group.graph.threshold
+    held = HeldShares.from_bytes(group.held(20)).shares
+    text = rf"6 of the {len(near)} clients that share masks with this one"
+    with refused(SecureAggregationError, match=f"{text} have sent shares; expected 7"):
+        client.mask(HeldShares({sender: held[sender] for sender in far}).to_bytes(), group.draw(20))
+    client.mask(group.held(20), group.draw(20))
+    with refused(SecureAggregationError, match=f"{text} survive; expected 7"):
+        client.answer(UnmaskRequest(Survivors(tuple(sorted([*far, 20])), tuple(few))).to_bytes())
 
 
 def other_position(group: SecureGroup) -> bytes:
@@ -265,7 +280,7 @@ def test_a_neighbour_s_wrong_shares_do_not_end_the_attempt() -> None:
         ((1, 2, 3, 4), (5,), "not among the survivors"),
         ((0, 1, 2, 3, 4), (6,), "not below the size"),
         ((0, 1), (2, 3, 4, 5), "2 survivors; expected at least 3"),
-        ((0, 1, 2), (3, 4, 5), "3 of the clients that share masks with this one survive; expected 4"),
+        ((0, 1, 2), (3, 4, 5), "3 of the clients that hold shares of this one survive; expected 4"),
     ],
 )
 def test_a_client_refuses_survivors(survivors: tuple[int, ...], dropped: tuple[int, ...], reason: str) -> None:

@@ -171,11 +171,13 @@ def test_clients_pay_for_neighbours() -> None:
 
 def test_the_server_pays_for_drop_outs() -> None:
     setup = setup_of(secure_job(goal=100), AttemptKey("job", 1, 1), 0, 100_000)
-    group = GroupCosts(setup, Graph.of(setup.options, 100), [])
+    graph = Graph.of(setup.options, 100)
+    group = GroupCosts(setup, graph, [])
     none, five = (group.server_s(Survivors((*range(100 - lost),), (*range(100 - lost, 100),))) for lost in (0, 5))
     masks_s = UNITS.mask_entry_s * setup.encoding.length
-    # For each of 5 drop-outs the masks that it shares with 95 survivors; but no own masks of the 5, and no additions.
-    expected = 5 * 95 * (masks_s + UNITS.exchange_s) + 5 * UNITS.exchange_s
+    # For each of 5 drop-outs the masks that it shares with survivors; but no own masks of the 5, and no additions.
+    num_pairs = sum(peer < 95 for position in range(95, 100) for peer in graph.peers(position))
+    expected = num_pairs * (masks_s + UNITS.exchange_s) + 5 * UNITS.exchange_s
     expected -= 5 * (masks_s + UNITS.add_entry_s * setup.encoding.length)
     assert five - none == pytest.approx(expected)
 
