@@ -17,6 +17,7 @@ from fedplat.rounds.events import ClientRevoked, JobAction, OperatorCommand
 from fedplat.rounds.states import AttemptPhase
 from fedplat_server.errors import BlobError, BlobFullError, RefusedError, SpoolError, UploadError
 from fedplat_server.rpc.report_intake import ReceivedUpdate, receive_update
+from fedplat_server.storage import spool
 from fedplat_server.storage.spool import Spool
 from fedplat_server.storage.spool_file import MemoryFile, SpoolFile, name_attempt, spool_path_of
 from support.rounds.buffers import FIRST, buffered
@@ -67,6 +68,78 @@ def fill(uploads: Spool, key: AssignmentId = KEY, data: bytes = DATA) -> Path:
     path = uploads.complete(key, digest)
     assert path is not None
     return path
+
+
+# --- rows --------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_is_in_memory_until_its_assignment_ends(uploads: Spool, disk: Disk) -> None:
+    assert uploads.hold_row(KEY, DIGEST, DATA)
+    assert uploads.hold_row(KEY, DIGEST, DATA)  # a duplicate report
+    path = uploads.complete(KEY, DIGEST)
+    assert path is not None
+    assert (path.read_bytes(), uploads.count_received(KEY, DIGEST)) == (DATA, len(DATA))
+    assert uploads.find_row(KEY, DIGEST) == DATA
+    assert (uploads.find_row(KEY, OTHER), uploads.find_row(OTHER_CLIENT, DIGEST)) == (None, None)
+    with pytest.raises(UploadError, match="reported for this assignment already"):
+        uploads.hold_row(KEY, OTHER, b"other")
+    assert (disk.synced, list(uploads.folder.iterdir())) == ([], [])
+    uploads.discard(KEY)
+    assert uploads.find_row(KEY, DIGEST) is None
+    with pytest.raises(UploadError, match="has ended"):
+        uploads.hold_row(KEY._replace(client_id="gone"), DIGEST, DATA)
+
+
+def test_a_row_replaces_a_part_of_the_update_and_an_update_that_was_never_reported(uploads: Spool) -> None:
+    upload = uploads.open(KEY, DIGEST, len(DATA), 0)
+    upload.write(DATA[:9])
+    assert uploads.hold_row(KEY, DIGEST, DATA)
+    with pytest.raises(UploadError, match="another call continues it"):
+        upload.write(DATA[9:])
+    other = uploads.open(OTHER_CLIENT, OTHER, 5, 0)
+    other.close()
+    assert uploads.hold_row(OTHER_CLIENT, DIGEST, DATA)
+    assert [path for path in uploads.folder.rglob("*") if path.is_file()] == []
+    again = uploads.open(KEY, DIGEST, len(DATA), len(DATA))
+    assert again.finish().read_bytes() == DATA
+
+
+def test_rows_beyond_the_number_are_files(uploads: Spool, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spool, "MAX_ROWS", 1)
+    assert uploads.hold_row(KEY, DIGEST, DATA)
+    assert not uploads.hold_row(OTHER_CLIENT, DIGEST, DATA)
+    uploads.restore_rows({EARLIER: (DIGEST, DATA), LATER: (OTHER, b"damaged")})
+    path = uploads.complete(EARLIER, DIGEST)
+    assert path == spool_path_of(uploads.folder, EARLIER, DIGEST)
+    assert uploads.persist(EARLIER, DIGEST) == len(DATA), "the row is durable"
+    assert "file" not in disk.synced
+    assert uploads.complete(LATER, OTHER) is None
+
+
+def test_a_restored_row_replaces_a_damaged_file(tmp_path: Path) -> None:
+    before = Spool(tmp_path)
+    before.expect([KEY])
+    before.hold_row(KEY, DIGEST, DATA)
+    before.hand_over()
+    path = spool_path_of(tmp_path, KEY, DIGEST)
+    assert path.read_bytes() == DATA
+    path.write_bytes(b"torn")
+    after = Spool(tmp_path)
+    after.keep([KEY])
+    after.restore_rows({KEY: (DIGEST, DATA)})
+    assert not path.exists()
+    found = after.complete(KEY, DIGEST)
+    assert found is not None
+    assert found.read_bytes() == DATA
+
+
+@pytest.mark.parametrize("size_bytes", [len(DATA), None])
+def test_a_report_in_a_row_comes_with_its_bytes(uploads: Spool, size_bytes: int | None) -> None:
+    """Also if its first report was not stored, and the second one names the digest only."""
+    content = DATA if size_bytes else b""
+    receive_update(uploads, KEY, DIGEST, DATA, lambda _: 2.0, as_row=True)
+    received = receive_update(uploads, KEY, DIGEST, content, lambda _: 2.0, as_row=True)
+    assert received == ReceivedUpdate(len(DATA), 2.0, DATA)
 
 
 # --- made durable --------------------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ from fedplat.wire.v1 import fleet_pb2
 from fedplat_server import config, errors, logs
 from fedplat_server.auth.rate_limits import Quotas
 from fedplat_server.coordination.runner import Runner
+from fedplat_server.database import sql_contents
+from fedplat_server.database.sql_contents import NO_CONTENTS, SmallContents
 from fedplat_server.messages import streams, validation
 from fedplat_server.messages.streams import UploadMemory
 from fedplat_server.protocols.half import ServerHalf, Validate
@@ -31,10 +33,11 @@ from fedplat_server.storage.spool import Spool
 
 
 class ReceivedUpdate(NamedTuple):
-    """An update that is complete, valid and durable."""
+    """An update that is complete and valid, and durable unless it has a `content` that must become a row."""
 
     size_bytes: int
     norm: float | None
+    content: bytes | None = None
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
@@ -83,7 +86,7 @@ class ReportIntake:
 
     async def submit_report(self, assignment: Assignment, request: fleet_pb2.ReportRequest) -> Verdict:
         """Validate a report and submit it to the coordinator. Raises `RefusedError` if it must be sent again."""
-        update_bytes, norm = 0, None
+        update_bytes, norm, content = 0, None, None
         job, half = self.finder.job_of(assignment), self._half_of(assignment)
         verdict = half.judge(job, assignment)
         try:
@@ -103,12 +106,12 @@ class ReportIntake:
             if isinstance(received, Verdict):
                 return await self._reject(assignment, received)
             if received is not None:
-                update_bytes, norm = received
-        return await self.runner.submit(
-            events.UpdateReported(
-                *assignment.id, request.digest, request.num_examples, dict(request.metrics), update_bytes, norm
-            )
+                update_bytes, norm, content = received
+        reported = events.UpdateReported(
+            *assignment.id, request.digest, request.num_examples, dict(request.metrics), update_bytes, norm
         )
+        contents = SmallContents({assignment.id: content}) if content is not None else NO_CONTENTS
+        return await self.runner.submit(reported, contents=contents)
 
     async def _receive_update(
         self, assignment: Assignment, request: fleet_pb2.ReportRequest
@@ -123,10 +126,13 @@ class ReportIntake:
         job = self.finder.job_of(assignment)
         try:
             async with self.blobs.local(job.latest.digest) as (base,):
-                validate = await self._half_of(assignment).validator(job, assignment, base)
+                half = self._half_of(assignment)
+                validate = await half.validator(job, assignment, base)
+                as_row = len(request.update) <= sql_contents.MAX_BYTES and half.stores_rows(job)
+                receive = functools.partial(receive_update, as_row=as_row)
                 # One thread call for all steps: for a small update, switching threads costs more than the work.
                 return await self.spool.run_in_thread(
-                    assignment.id, receive_update, self.spool, assignment.id, digest, request.update, validate
+                    assignment.id, receive, self.spool, assignment.id, digest, request.update, validate
                 )
         except (errors.BlobFullError, errors.BlobUnavailableError):
             # It is sent again because of the server: an outage must not exhaust the client's quota.
@@ -198,11 +204,12 @@ class ReportIntake:
 
 
 def receive_update(
-    spool: Spool, key: AssignmentId, digest: str, update: bytes, validate: Validate
+    spool: Spool, key: AssignmentId, digest: str, update: bytes, validate: Validate, *, as_row: bool = False
 ) -> ReceivedUpdate | Verdict:
     """Validate an update and make it durable; return its size and norm, or its refusal. Blocks.
 
-    `update` is the content from the report, empty if the update was uploaded before. Raises `RefusedError` if it is
+    `update` is the content from the report, empty if the update was uploaded before. `as_row`: it may be a row, which
+    the caller stores with the report. Raises `RefusedError` if it is
     missing or could not be stored, `BlobFullError` if the disk or the store is full, `BlobUnavailableError` if the
     store does not answer, `SpoolError` if the attempt cannot continue.
     """
@@ -210,7 +217,7 @@ def receive_update(
         if hashlib.sha256(update).hexdigest() != digest:
             return Verdict(states.Reason.REJECTED_DIGEST)
         try:
-            _write(spool, key, digest, update)
+            _write(spool, key, digest, update, as_row=as_row)
         except errors.UploadError as exc:  # a duplicate report, or a broken upload, is still writing
             raise errors.RefusedError(errors.Code.UPLOAD_INCOMPLETE, f"{exc}; report again") from exc
     path = spool.complete(key, digest)
@@ -222,8 +229,14 @@ def receive_update(
         raise errors.RefusedError(errors.Code.UPLOAD_INCOMPLETE, "the assignment has ended") from exc
     if isinstance(norm, Verdict):
         return norm
+    if (content := spool.find_row(key, digest)) is not None:  # also if an earlier report of it was not stored
+        return ReceivedUpdate(len(content), norm, content)
+    return ReceivedUpdate(_persist(spool, key, digest), norm)
+
+
+def _persist(spool: Spool, key: AssignmentId, digest: str) -> int:
     try:
-        return ReceivedUpdate(spool.persist(key, digest), norm)
+        return spool.persist(key, digest)
     except errors.UploadError as exc:
         raise errors.RefusedError(errors.Code.UPLOAD_INCOMPLETE, str(exc)) from exc
     except (errors.BlobFullError, errors.BlobUnavailableError, errors.SpoolError):
@@ -235,8 +248,8 @@ def receive_update(
         ) from exc
 
 
-def _write(spool: Spool, key: AssignmentId, digest: str, update: bytes) -> None:
-    if spool.complete(key, digest) is None:
+def _write(spool: Spool, key: AssignmentId, digest: str, update: bytes, *, as_row: bool) -> None:
+    if spool.complete(key, digest) is None and not (as_row and spool.hold_row(key, digest, update)):
         received = spool.count_received(key, digest)  # an interrupted upload may have stored the first bytes
         upload = spool.open(key, digest, len(update), received)
         try:
