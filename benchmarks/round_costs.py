@@ -84,7 +84,7 @@ SMALL_BYTES = 10**5
 """Up to this size, CPU is in milliseconds for each round, above it in seconds for each GB."""
 PASSES = ("hashed", "read", "written")
 BOUNDS: Mapping[str, Mapping[str, float]] = {
-    "4KB": {"server syncs": 18.0, "server transactions": 7.0, "empty transactions": 1.5, "unlinks": 6.0},
+    "4KB": {"server syncs": 4.0, "server transactions": 4.0, "empty transactions": 0.1, "unlinks": 0.5},
     "1MB": {"server syncs": 40.0, "server hashed": 1.2, "server read": 2.3, "client hashed": 2.2, "client peak": 4.0},
     "100MB": {"server hashed": 1.2, "server read": 2.3, "client hashed": 2.2, "client peak": 0.5},
 }

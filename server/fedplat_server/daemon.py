@@ -230,6 +230,10 @@ class Daemon:
                 await _note(leader.store, audit.AuditAction.SERVER_STOPPED)
         # Leave time to deliver the answers just given. Heartbeats, which wait longer, are cut off.
         await endpoint.stop(min(grace_s, FAREWELL_S))
+        try:
+            await leader.hand_over()
+        except errors.BlobError as exc:  # only a daemon of an earlier release needs these files
+            logs.get().warning("small updates were not written to files", error=str(exc))
 
 
 @contextlib.asynccontextmanager

@@ -18,6 +18,7 @@ from fedplat.rounds.commands import Commit, Fold, Restart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
 from fedplat_server.aggregation.backend import LocalAggregation
 from fedplat_server.aggregation.service import Aggregation, AggregationParts
+from fedplat_server.database.sql_contents import NO_CONTENTS, SmallContents
 from fedplat_server.errors import BlobFullError
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.spool import Spool
@@ -27,7 +28,9 @@ from support.jobs import job_file
 KEY = AttemptKey("j", 1, 1)
 UPDATE = update_of(initial_model(), 0).to_bytes()
 
-LOCAL = AggregationParts(lambda job, find_job, inputs, blobs: LocalAggregation(inputs, blobs))
+LOCAL = AggregationParts(
+    lambda job, find_job, inputs, blobs: LocalAggregation(inputs, blobs), stores_rows=lambda job: job.job_id == "rows"
+)
 """This process aggregates for all jobs."""
 
 
@@ -38,10 +41,15 @@ class Bench:
         self.blobs = BlobStore(folder / "blobs")
         self.spool = Spool(folder / "uploads")
         self.outcomes: asyncio.Queue[AttemptAggregated | AggregationFailed] = asyncio.Queue()
-        self.aggregation = Aggregation(self.blobs, self.spool, self._find_version, self.outcomes.put_nowait, LOCAL)
+        self.aggregation = Aggregation(self.blobs, self.spool, self._find_version, self._post, LOCAL)
+        self.contents = NO_CONTENTS
         blob = self.blobs.put_chunks([initial_model().to_bytes()])
         version = ModelVersion(version=0, round=0, attempt=0, digest=blob.digest, size_bytes=blob.size_bytes)
         self.job = JobState("j", parse_job(job_file(goal=1)), version)
+
+    def _post(self, outcome: AttemptAggregated | AggregationFailed, contents: SmallContents) -> None:
+        self.contents = contents
+        self.outcomes.put_nowait(outcome)
 
     async def _find_version(self, job_id: str, version: int) -> ModelVersion | None:
         raise AssertionError("no test asks for older versions")
@@ -64,6 +72,23 @@ class Bench:
 @pytest.fixture
 async def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
+
+
+@pytest.mark.parametrize("as_rows", [True, False])
+async def test_only_files_that_the_version_does_not_name_are_looked_up(bench: Bench, as_rows: bool) -> None:
+    """For them the database is asked; so a round whose files are all needed has no transaction for it."""
+    leftovers: list[str] = []
+    bench.aggregation.on_leftovers = leftovers.extend
+    bench.job = structs.replace(bench.job, job_id="rows" if as_rows else "j")
+    for client_id, is_stored in (("a", True), ("b", False)):
+        bench.submit(bench.receive(client_id))
+        bench.submit(Commit(KEY, 0, 1))
+        outcome = await bench.outcome()
+        assert isinstance(outcome, AttemptAggregated)
+        digest = outcome.version.digest
+        assert (digest in bench.contents.blobs) == as_rows
+        bench.aggregation.end(KEY, outcome.version if is_stored else None)
+        assert leftovers == [digest] * (not is_stored)
 
 
 async def test_folds_and_commits(bench: Bench) -> None:

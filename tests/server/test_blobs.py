@@ -211,6 +211,68 @@ def test_folders_are_synced_until_that_succeeded_once(blobs: BlobStore, monkeypa
     assert counting.calls_left == 1000 - 4 - 2
 
 
+def test_the_folders_of_a_second_blob_are_synced_once_less(blobs: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All folders of the first level are made at once."""
+    blobs.put_chunks([DATA])
+    counting = Failing("fsync", errno.EIO, 1000)
+    monkeypatch.setattr(os, "fsync", counting)
+    other = blobs.put_chunks([b"other"])
+    assert other.digest[:2] != DIGEST[:2]
+    assert counting.calls_left == 1000 - 3
+
+
+# --- copies of rows --------------------------------------------------------------------------------------------
+
+
+def test_a_small_blob_of_an_attempt_is_a_copy_that_is_not_synced(
+    blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view, synced = blobs.recorder(len(DATA)), list[int]()
+    monkeypatch.setattr(os, "fsync", synced.append)
+    assert view.put_chunks([DATA[:7], DATA[7:]]) == Blob(DIGEST, len(DATA))
+    assert (view.contents, view.made, everything(blobs)) == ({DIGEST: DATA}, [DIGEST], [DIGEST])
+    assert synced == []
+    assert blobs.exists(DIGEST)
+    assert len(synced) == 4, "a job may begin with it, although it never becomes a row"
+    assert blobs.exists(DIGEST)
+    assert len(synced) == 4
+    larger = view.put_chunks([DATA, b"more"])
+    assert (view.contents.keys(), view.made) == ({DIGEST}, [DIGEST, larger.digest])
+    assert blobs.path(larger.digest).read_bytes() == DATA + b"more"
+    assert len(synced) >= 7
+
+
+def test_a_copy_never_replaces_a_blob(blobs: BlobStore) -> None:
+    blobs.put_chunks([DATA])
+    inode = blobs.path(DIGEST).stat().st_ino
+    blobs.recorder(len(DATA)).put_chunks([DATA])
+    assert blobs.path(DIGEST).stat().st_ino == inode
+    blobs.path(DIGEST).write_bytes(b"damaged")
+    blobs.recorder(len(DATA)).put_chunks([DATA])
+    assert blobs.path(DIGEST).read_bytes() == DATA
+
+
+def test_a_sweep_keeps_a_copy_until_it_is_settled(blobs: BlobStore) -> None:
+    view = blobs.recorder(len(DATA))
+    view.put_chunks([DATA])
+    with blobs.sweep() as sweep:
+        assert sweep.remove([DIGEST]) == 0
+    blobs.settle(view.made)
+    with blobs.sweep() as sweep:
+        assert sweep.remove([DIGEST]) == len(DATA)
+    assert not blobs.exists(DIGEST)
+
+
+def test_what_is_lost_is_restored_from_rows_that_are_intact(blobs: BlobStore) -> None:
+    other = blobs.put_chunks([b"other"]).digest
+    blobs.path(other).write_bytes(b"torn")
+    assert blobs.find_lost([DIGEST, other]) == sorted([DIGEST, other])
+    blobs.restore({DIGEST: DATA, other: b"not its bytes"})
+    assert blobs.find_lost([DIGEST, other]) == [other]
+    with blobs.sweep() as sweep:
+        assert sweep.remove([DIGEST]) == len(DATA), "it is settled"
+
+
 def test_writes_that_write_less_go_on(blobs: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     write = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:9]))  # type: ignore[misc]

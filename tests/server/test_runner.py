@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from fedplat.rounds import Change
+from fedplat.rounds import Change, Verdict
 from fedplat.rounds.commands import Assign, Command, Refuse
-from fedplat.rounds.events import JobAction, OperatorCommand, TimerFired
+from fedplat.rounds.events import ClientCheckedIn, JobAction, OperatorCommand, TimerFired, UpdateReported
 from fedplat.rounds.states import JobStatus
+from fedplat_server.coordination import runner
 from fedplat_server.errors import ParticipationError, StaleRevisionError, StoreError, StoreUnavailableError
 from support.daemons import Gate
 from support.runner_bench import PATIENCE_S, bench, settle
@@ -119,6 +120,36 @@ async def test_a_command_runs_after_what_follows_stored_changes(monkeypatch: pyt
         monkeypatch.setattr(it.actor, "act", note_command)
         assert isinstance(await it.wait_for_work(PATIENCE_S), Assign)
         assert order == ["saved", "followed", "Assign"]
+
+
+async def test_reports_wait_for_each_other_until_one_closes_their_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So there is one transaction for them; an event of another kind ends the wait as well."""
+    for name in ("GAP_S", "GATHER_S"):
+        monkeypatch.setattr(runner, name, PATIENCE_S)
+    async with bench() as it:
+        await it.add("two", "demo", goal=3)
+        await it.act(JobAction.START, "two")
+        for client_id in "abc":
+            await it.runner.submit(ClientCheckedIn(client_id, "demo", trainers=frozenset({"toy"})))
+        key = it.runner.coordinator.assignment_of("a")
+        assert key is not None
+        saves = it.store.calls["save"]
+
+        def report(client_id: str) -> asyncio.Task[Verdict]:
+            return asyncio.create_task(it.runner.submit(UpdateReported(key, client_id, client_id * 64, 1.0)))
+
+        first = report("a")
+        await settle()
+        assert (first.done(), it.store.calls["save"], it.runner.has_events) == (False, saves, True)
+        await it.act(JobAction.START, "other")
+        assert (await first).accepted
+        assert it.store.calls["save"] == saves + 1
+        second = report("b")
+        await settle()
+        assert not second.done()
+        assert (await report("c")).accepted
+        assert (await second).accepted
+        assert it.store.calls["save"] == saves + 2
 
 
 async def test_own_events_are_tried_until_they_are_stored() -> None:

@@ -15,8 +15,10 @@ import pytest
 from fedplat.rounds import AssignmentId, AttemptKey, Proposal
 from fedplat.rounds.events import ClientRevoked, JobAction, OperatorCommand
 from fedplat.rounds.states import AttemptPhase
+from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.errors import BlobError, BlobFullError, RefusedError, SpoolError, UploadError
 from fedplat_server.rpc.report_intake import ReceivedUpdate, receive_update
+from fedplat_server.storage import spool
 from fedplat_server.storage.spool import Spool
 from fedplat_server.storage.spool_file import MemoryFile, SpoolFile, name_attempt, spool_path_of
 from support.rounds.buffers import FIRST, buffered
@@ -24,6 +26,7 @@ from support.rounds.driver import Driver, collecting
 
 DATA = bytes(range(256)) * 8
 DIGEST = hashlib.sha256(DATA).hexdigest()
+REPORT = fleet_pb2.ReportRequest(digest=DIGEST, update=DATA)
 OTHER = hashlib.sha256(b"other").hexdigest()
 KEY = AssignmentId(AttemptKey("job", 1, 2), "client")
 OTHER_CLIENT = KEY._replace(client_id="b")
@@ -67,6 +70,77 @@ def fill(uploads: Spool, key: AssignmentId = KEY, data: bytes = DATA) -> Path:
     path = uploads.complete(key, digest)
     assert path is not None
     return path
+
+
+# --- rows --------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_is_in_memory_until_its_assignment_ends(uploads: Spool, disk: Disk) -> None:
+    assert uploads.hold_row(KEY, DIGEST, DATA)
+    assert uploads.hold_row(KEY, DIGEST, DATA)  # a duplicate report
+    path = uploads.complete(KEY, DIGEST)
+    assert path is not None
+    assert (path.read_bytes(), uploads.count_received(KEY, DIGEST)) == (DATA, len(DATA))
+    assert uploads.find_row(KEY, DIGEST) == DATA
+    assert (uploads.find_row(KEY, OTHER), uploads.find_row(OTHER_CLIENT, DIGEST)) == (None, None)
+    with pytest.raises(UploadError, match="reported for this assignment already"):
+        uploads.hold_row(KEY, OTHER, b"other")
+    assert (disk.synced, list(uploads.folder.iterdir())) == ([], [])
+    uploads.discard(KEY)
+    assert uploads.find_row(KEY, DIGEST) is None
+    with pytest.raises(UploadError, match="has ended"):
+        uploads.hold_row(KEY._replace(client_id="gone"), DIGEST, DATA)
+
+
+def test_a_row_replaces_a_part_of_the_update_and_an_update_that_was_never_reported(uploads: Spool) -> None:
+    upload = uploads.open(KEY, DIGEST, len(DATA), 0)
+    upload.write(DATA[:9])
+    assert uploads.hold_row(KEY, DIGEST, DATA)
+    with pytest.raises(UploadError, match="another call continues it"):
+        upload.write(DATA[9:])
+    other = uploads.open(OTHER_CLIENT, OTHER, 5, 0)
+    other.close()
+    assert uploads.hold_row(OTHER_CLIENT, DIGEST, DATA)
+    assert [path for path in uploads.folder.rglob("*") if path.is_file()] == []
+    again = uploads.open(KEY, DIGEST, len(DATA), len(DATA))
+    assert again.finish().read_bytes() == DATA
+
+
+def test_rows_beyond_the_number_are_files(uploads: Spool, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spool, "MAX_ROWS", 1)
+    assert uploads.hold_row(KEY, DIGEST, DATA)
+    assert not uploads.hold_row(OTHER_CLIENT, DIGEST, DATA)
+    uploads.restore_rows({EARLIER: (DIGEST, DATA), LATER: (OTHER, b"damaged")})
+    path = uploads.complete(EARLIER, DIGEST)
+    assert path == spool_path_of(uploads.folder, EARLIER, DIGEST)
+    assert uploads.persist(EARLIER, DIGEST) == len(DATA), "the row is durable"
+    assert "file" not in disk.synced
+    assert uploads.complete(LATER, OTHER) is None
+
+
+def test_a_restored_row_replaces_a_damaged_file(tmp_path: Path) -> None:
+    before = Spool(tmp_path)
+    before.expect([KEY])
+    before.hold_row(KEY, DIGEST, DATA)
+    before.hand_over()
+    path = spool_path_of(tmp_path, KEY, DIGEST)
+    assert path.read_bytes() == DATA
+    path.write_bytes(b"torn")
+    after = Spool(tmp_path)
+    after.keep([KEY])
+    after.restore_rows({KEY: (DIGEST, DATA)})
+    assert not path.exists()
+    found = after.complete(KEY, DIGEST)
+    assert found is not None
+    assert found.read_bytes() == DATA
+
+
+@pytest.mark.parametrize("again", [REPORT, fleet_pb2.ReportRequest(digest=DIGEST)])
+def test_a_report_in_a_row_comes_with_its_bytes(uploads: Spool, again: fleet_pb2.ReportRequest) -> None:
+    """Also if its first report was not stored, and the second one names the digest only."""
+    receive_update(uploads, KEY, REPORT, lambda _: 2.0, as_row=True)
+    received = receive_update(uploads, KEY, again, lambda _: 2.0, as_row=True)
+    assert received == ReceivedUpdate(len(DATA), 2.0, DATA)
 
 
 # --- made durable --------------------------------------------------------------------------------------------
@@ -202,8 +276,8 @@ def test_an_update_in_its_report_replaces_what_a_power_failure_has_left(uploads:
     again = Spool(uploads.folder)
     again.keep([KEY])
     with pytest.raises(RefusedError, match="report again"):
-        receive_update(again, KEY, DIGEST, DATA, lambda _: 1.0)
-    assert receive_update(again, KEY, DIGEST, DATA, lambda _: 1.0) == ReceivedUpdate(len(DATA), 1.0)
+        receive_update(again, KEY, REPORT, lambda _: 1.0)
+    assert receive_update(again, KEY, REPORT, lambda _: 1.0) == ReceivedUpdate(len(DATA), 1.0)
 
 
 # --- in memory -----------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from fedplat.rounds.commands import Commit, Fold
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
 from fedplat_server.aggregation.backend import LocalAggregation
 from fedplat_server.aggregation.service import Aggregation, AggregationParts
+from fedplat_server.database.sql_contents import SmallContents
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.spool import Spool
 from support.raw_client import digest_of
@@ -141,7 +142,7 @@ class Daemon:
         size = base_model().schema.num_floating
         return [math.log(read_scalars(self.blobs.path(version.state_digest), build_rule(self.spec), size)[CLIP_NORM])]
 
-    def _on_ended(self, ended: AttemptAggregated | AggregationFailed) -> None:
+    def _on_ended(self, ended: AttemptAggregated | AggregationFailed, _: SmallContents) -> None:
         self._ended.pop(ended.key).set_result(ended)
 
     async def _find_version(self, job_id: str, version: int) -> ModelVersion | None:

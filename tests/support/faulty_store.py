@@ -23,7 +23,7 @@ SPARED = 4
 PARTS = frozenset(
     {
         *("jobs", "assignments", "clients", "fleet", "operators", "audit", "ledger", "retention"),
-        *("events", "webhooks", "traces"),
+        *("events", "webhooks", "traces", "contents"),
     }
 )
 

@@ -64,8 +64,8 @@ class Bench:
         self.actor = Actor()
         self.task: asyncio.Task[None] | None = None
 
-    async def add(self, job_id: str, population: str) -> None:
-        text = job_file(job_id, goal=1).replace('"demo"', f'"{population}"')
+    async def add(self, job_id: str, population: str, goal: int = 1) -> None:
+        text = job_file(job_id, goal=goal).replace('"demo"', f'"{population}"')
         version = ModelVersion(version=0, round=0, attempt=0, digest="0" * 64, size_bytes=1)
         state = JobState(job_id, parse_job(text), version)
         record = await self.store.inner.jobs.create_job(state, text, f"key of {job_id}")

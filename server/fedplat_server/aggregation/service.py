@@ -29,6 +29,8 @@ from fedplat.rounds.commands import Commit, Fold, Restart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
 from fedplat_server import crash_points, logs, retries
 from fedplat_server.aggregation.backend import Aggregate, AggregationBackend
+from fedplat_server.database import sql_contents
+from fedplat_server.database.sql_contents import SmallContents
 from fedplat_server.errors import BlobError, BlobUnavailableError, StoreUnavailableError, is_lasting
 from fedplat_server.storage.blobs import Blob, BlobStore
 from fedplat_server.storage.spool import Spool
@@ -36,7 +38,8 @@ from fedplat_server.training.server_training import ServerTraining, is_due
 from fedplat_server.workers.task_inputs import AttemptInputs, SpooledUpdate
 
 FindVersion = Callable[[str, int], Awaitable[ModelVersion | None]]
-Post = Callable[[AttemptAggregated | AggregationFailed], None]
+Post = Callable[[AttemptAggregated | AggregationFailed, SmallContents], None]
+"""A function that gets the end of an attempt, with the bytes of its files that become rows."""
 OpenBackend = Callable[[JobState, Callable[[], JobState], AttemptInputs, BlobStore], AggregationBackend]
 """A function that opens the backend of an attempt. The second argument returns the job as it is when it commits."""
 
@@ -60,6 +63,8 @@ class AggregationParts:
     open_backend: OpenBackend
     training: ServerTraining | None = None
     plugins: tuple[loaded_plugins.PluginReference, ...] = ()
+    stores_rows: Callable[[JobState], bool] = lambda job: False
+    """Whether small files of a job's versions become rows of the database."""
 
 
 class Aggregation:
@@ -74,7 +79,7 @@ class Aggregation:
         parts: AggregationParts,
     ) -> None:
         self.on_leftovers: Callable[[Sequence[str]], None] = lambda digests: None
-        """It gets the digests of an attempt's files when it is stored whether a version names them."""
+        """It gets the digests of an attempt's files that the stored version does not name."""
         self._parts = parts
         self._blobs = blobs
         self._spool = spool
@@ -100,14 +105,14 @@ class Aggregation:
         """Drop the attempts whose versions are stored."""
         for change in changes:
             if change.committed is not None:
-                self.end(change.committed)
+                self.end(change.committed, change.version)
 
-    def end(self, key: AttemptKey) -> None:
-        """Drop an attempt that has ended, after it is stored whether a version names its files."""
+    def end(self, key: AttemptKey, version: ModelVersion | None = None) -> None:
+        """Drop an attempt after its end is stored. The `version` names files of it; None: no version ever will."""
         attempt = self._open.pop(key, None)
         if attempt is not None:
             attempt.task.cancel()
-        self._settle(self._made.pop(key, []))
+        self._settle(self._made.pop(key, []), version)
 
     async def close(self) -> None:
         """Cancel all aggregations."""
@@ -119,7 +124,7 @@ class Aggregation:
     async def _run(self, job: JobState, key: AttemptKey, queue: asyncio.Queue[Fold | Restart | Commit]) -> None:
         outcome: AttemptAggregated | AggregationFailed
         logs.bind(**logs.attempt_fields(key))
-        blobs = self._blobs.recorder()
+        blobs = self._blobs.recorder(sql_contents.MAX_BYTES if self._parts.stores_rows(job) else 0)
         try:
             labels = " and ".join(version.label for version in job.plugins)
             with user_code.wrap_errors(f"the aggregation with {labels}") if job.plugins else contextlib.nullcontext():
@@ -136,13 +141,15 @@ class Aggregation:
             outcome = AggregationFailed(key, type(exc).__name__, is_lasting=is_lasting(exc))
         self._open.pop(key, None)
         self._made[key] = blobs.made
-        self._post(outcome)
+        self._post(outcome, SmallContents(blobs=blobs.contents))
 
-    def _settle(self, made: Sequence[str]) -> None:
+    def _settle(self, made: Sequence[str], version: ModelVersion | None = None) -> None:
         """Settle an attempt's files: either a stored version names them, or no version ever will."""
         if made:
             self._blobs.settle(made)
-            self.on_leftovers(made)
+        named = (version.digest, version.state_digest, version.delta_digest) if version is not None else ()
+        if leftovers := [digest for digest in made if digest not in named]:
+            self.on_leftovers(leftovers)
 
     async def _aggregate(
         self, job: JobState, key: AttemptKey, queue: asyncio.Queue[Fold | Restart | Commit], blobs: BlobStore

@@ -1,8 +1,9 @@
 """The runner of the coordinator with a real clock: events are queued, stored in batches, and then acted upon.
 
 See the loop in `Runner.run`. All waiting events are one batch and one transaction, so a thousand reports cost a few
-commits. The caller of an event receives its verdict after it is stored. If the database refuses a batch permanently,
-each event is stored separately, so that one caller's event cannot fail those of others.
+commits. Reports also wait a few milliseconds for each other, unless they close their attempt. The caller of an event
+receives its verdict after it is stored. If the database refuses a batch permanently, each event is stored separately,
+so that one caller's event cannot fail those of others.
 
 If the database does not answer, the batch may have been stored or not (only the reply may have been lost). The callers
 receive an error at once, and the runner queries the database, which stores the id of each save, until it answers
@@ -15,7 +16,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import itertools
 import secrets
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Protocol
 
@@ -24,6 +27,7 @@ import numpy as np
 from fedplat.rounds import Change, Context, Coordinator, Proposal, Verdict, commands, events
 from fedplat_server import logs, retries
 from fedplat_server.auth.client_directory import new_token
+from fedplat_server.database.sql_contents import NO_CONTENTS, SmallContents
 from fedplat_server.database.store import Store
 from fedplat_server.errors import (
     LeadershipLostError,
@@ -35,6 +39,10 @@ from fedplat_server.errors import (
 from fedplat_server.records.audit import AuditEntry
 
 MAX_BATCH = 1000
+GAP_S = 0.005
+"""The time for which reports that do not close their attempt wait for the next one, to be stored with it."""
+GATHER_S = 0.1
+"""The longest time for which a report waits for others."""
 
 
 def new_rng() -> np.random.Generator:
@@ -90,6 +98,7 @@ class _Item:
     answer: asyncio.Future[Verdict] | None = None
     when_stored: Callable[[], None] | None = None
     audit: Sequence[AuditEntry] = ()
+    contents: SmallContents = NO_CONTENTS
 
 
 class Runner:
@@ -123,24 +132,29 @@ class Runner:
         """The time on the clock of all deadlines."""
         return self._clock.time()
 
-    def post(self, event: events.Event) -> None:
-        """Queue an event of the server itself, which is retried until it is stored."""
-        self._queue.put_nowait(_Item(event))
+    def post(self, event: events.Event, contents: SmallContents = NO_CONTENTS) -> None:
+        """Queue an event of the server itself, which is retried until it is stored; `contents` as for `submit`."""
+        self._queue.put_nowait(_Item(event, contents=contents))
 
     async def submit(
-        self, event: events.Event, when_stored: Callable[[], None] | None = None, audit: Sequence[AuditEntry] = ()
+        self,
+        event: events.Event,
+        when_stored: Callable[[], None] | None = None,
+        audit: Sequence[AuditEntry] = (),
+        contents: SmallContents = NO_CONTENTS,
     ) -> Verdict:
         """Queue a caller's event, and return its verdict when it is stored. Raises `StoreError` if it is not stored.
 
-        `when_stored` is called after the event is stored and before its commands are executed. `audit` is written in
-        the same transaction, if the event is accepted.
+        `when_stored` is called after the event is stored and before its commands are executed. `audit` and `contents`,
+        the bytes that the event makes necessary, are written in the same transaction, if the event is accepted. They
+        are dropped with an event that is not stored.
         """
         if self._ended is not None:
             raise StoreUnavailableError(f"the server is stopping: {self._ended}") from self._ended
         if self._doubt is not None:
             raise StoreUnavailableError(str(self._doubt)) from self._doubt
         answer: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
-        self._queue.put_nowait(_Item(event, answer, when_stored, audit))
+        self._queue.put_nowait(_Item(event, answer, when_stored, audit, contents))
         return await answer
 
     async def run(self, actor: Actor) -> None:
@@ -148,8 +162,8 @@ class Runner:
         try:
             while True:
                 self._batch = [await self._queue.get()]
-                while not self._queue.empty() and len(self._batch) < MAX_BATCH:
-                    self._batch.append(self._queue.get_nowait())
+                self._take_waiting()
+                await self._gather_reports()
                 await self._process(self._batch, actor)
                 self._batch = []
         except BaseException as exc:
@@ -172,16 +186,50 @@ class Runner:
             timer.cancel()
         self._timers.clear()
 
+    def _take_waiting(self) -> None:
+        while not self._queue.empty() and len(self._batch) < MAX_BATCH:
+            self._batch.append(self._queue.get_nowait())
+
+    async def _gather_reports(self) -> None:
+        """Wait a moment for the reports that follow, as long as those of the batch change nothing for anyone else."""
+        clock = asyncio.get_running_loop().time
+        ends_at = clock() + GATHER_S
+        while self._awaits_reports() and (left_s := min(GAP_S, ends_at - clock())) > 0.0:
+            try:
+                async with asyncio.timeout(left_s):
+                    self._batch.append(await self._queue.get())
+            except TimeoutError:
+                return
+            self._take_waiting()
+
+    def _awaits_reports(self) -> bool:
+        """Return whether all events of the batch are reports, and their attempts still await others."""
+        counts = Counter[str]()
+        for item in self._batch:
+            if not isinstance(item.event, events.UpdateReported):
+                return False
+            counts[item.event.key.job_id] += 1
+        return len(self._batch) < MAX_BATCH and all(itertools.starmap(self._lacks_reports, counts.items()))
+
+    def _lacks_reports(self, job_id: str, num_more: int) -> bool:
+        job = self.coordinator.jobs.get(job_id)
+        attempt = job.open_attempt if job is not None else None
+        return attempt is not None and attempt.num_reported + num_more < attempt.goal
+
     async def _process(self, batch: list[_Item], actor: Actor) -> None:
         context = self._new_context(self.now)
         proposal = self.coordinator.propose([item.event for item in batch], context)
-        verdicts = zip(batch, proposal.verdicts, strict=True)
-        audit = [entry for item, verdict in verdicts if verdict.accepted for entry in item.audit]
+        accepted = [item for item, verdict in zip(batch, proposal.verdicts, strict=True) if verdict.accepted]
+        audit = [entry for item in accepted for entry in item.audit]
+        contents = SmallContents.merge(item.contents for item in accepted)
         save_id = secrets.token_hex(8)
         try:
             if proposal.changes:
                 # After a cancellation, too, it must be known whether the changes were stored.
-                await _finish(self._store.jobs.save(proposal.changes, context.now, save_id=save_id, audit=audit))
+                saving = self._store.jobs.save(
+                    proposal.changes, context.now, save_id=save_id, audit=audit, contents=contents
+                )
+                await _finish(saving)
         except StoreUnavailableError as exc:
             if not await self._was_saved(proposal, save_id, batch, exc, context.rng):
                 self.coordinator.reject(proposal)

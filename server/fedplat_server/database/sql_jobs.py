@@ -35,6 +35,7 @@ from fedplat_server.database.records import (
     VersionRecord,
     spaced_positions,
 )
+from fedplat_server.database.sql_contents import NO_CONTENTS, ContentRows, SmallContents
 from fedplat_server.database.tables import (
     OF_ROUNDS,
     ONE_COMMIT,
@@ -143,19 +144,28 @@ class JobStore:
         return await self._database.read(lambda connection: self._load_jobs(connection, epoch_unix_s))
 
     async def save(
-        self, changes: Sequence[Change], now: float, *, save_id: str = "", audit: Sequence[AuditEntry] = ()
+        self,
+        changes: Sequence[Change],
+        now: float,
+        *,
+        save_id: str = "",
+        audit: Sequence[AuditEntry] = (),
+        contents: SmallContents = NO_CONTENTS,
     ) -> None:
         """Write changes in order, all or none: job, attempt, assignments, version, ledger and history.
 
-        `now` is the current time on the clock of the changes. Raises `StoreError` if a version of a private job has no
-        ledger row or if a rollback refers to removed files, `StaleRevisionError` if a job is not at the expected
-        revision, and `ParticipationError` if a client of a private job would take part too often according to the
-        stored assignments. After `StoreUnavailableError` the outcome is unknown until `find_last_save` answers.
+        `contents` are the bytes of small updates and blobs, which become rows if the changes accept or commit them.
+        `now` is the current time on their clock. Raises `StoreError` if a version of a private job has no ledger
+        row or if a rollback refers to removed files, `StaleRevisionError` if a job is not at the expected revision, and
+        `ParticipationError` if a client of a private job would take part too often according to the stored assignments.
+        After `StoreUnavailableError` the outcome is unknown until `find_last_save` answers.
         """
         batch = writes.Batch.flatten(changes, self._clock(), now, save_id)
+        content_rows = ContentRows.of(changes, contents)
 
         def transaction(connection: Connection) -> None:
             writes.write(connection, batch)
+            content_rows.write(connection)
             sql_audit.append_events(connection, batch.events, batch.unix_s)
             sql_audit.append_entries(connection, audit, batch.unix_s)
 

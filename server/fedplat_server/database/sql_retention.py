@@ -9,7 +9,7 @@ from sqlalchemy import Connection, func, select
 
 from fedplat.rounds import AttemptKey, ModelVersion
 from fedplat_server import crash_points
-from fedplat_server.database import rows, transactions
+from fedplat_server.database import rows, sql_contents, transactions
 from fedplat_server.database.records import Removable, RetainedVersions
 from fedplat_server.database.tables import (
     SAME_ATTEMPT,
@@ -45,7 +45,7 @@ class RetentionStore:
     async def mark_removed(self, job_id: str, found: Collection[Removable]) -> frozenset[str]:
         """Record that the files of these versions are removed; return their digests that are no longer referenced.
 
-        Skips files that have become needed since `list_removable`.
+        The rows of the latter are removed, too. Skips files that have become needed since `list_removable`.
         """
         now = self._clock()
         # The lock serializes this with a rollback to one of these versions.
@@ -62,7 +62,9 @@ class RetentionStore:
                 mine.where(_V.version.in_(models), _KEEPS_MODEL, _is_spare(job_id)).values(model_removed_unix_s=now)
             )
             connection.execute(mine.where(_V.version.in_(states), _KEEPS_STATE).values(state_removed_unix_s=now))
-            return _find_unreferenced(connection, digests)
+            unreferenced = _find_unreferenced(connection, digests)
+            sql_contents.delete_blobs(connection, unreferenced)
+            return unreferenced
 
         with crash_points.step("retention.give_up"):
             return await self._database.write(transaction)

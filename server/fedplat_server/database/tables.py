@@ -250,6 +250,33 @@ secure_messages = sa.Table(
     ),
 )
 
+# The bytes of small updates that were accepted, each added in the transaction that accepts its report. The transaction
+# after which an update is not needed removes its row.
+update_contents = sa.Table(
+    "update_contents",
+    metadata,
+    sa.Column("job_id", sa.String, nullable=False),
+    sa.Column("round", sa.Integer, nullable=False),
+    sa.Column("number", sa.Integer, nullable=False),
+    sa.Column("client_id", sa.String, nullable=False),
+    sa.Column("digest", sa.String, nullable=False),
+    sa.Column("content", sa.LargeBinary, nullable=False),
+    sa.PrimaryKeyConstraint("job_id", "round", "number", "client_id"),
+    sa.ForeignKeyConstraint(
+        ["job_id", "round", "number", "client_id"],
+        ["assignments.job_id", "assignments.round", "assignments.number", "assignments.client_id"],
+    ),
+)
+
+# The bytes of small blobs, each added in the transaction that adds its version. Their files are copies, not synced.
+# The transaction that gives up the last reference to a blob removes its row.
+blob_contents = sa.Table(
+    "blob_contents",
+    metadata,
+    sa.Column("digest", sa.String, primary_key=True),
+    sa.Column("content", sa.LargeBinary, nullable=False),
+)
+
 model_versions = sa.Table(
     "model_versions",
     metadata,

@@ -126,6 +126,10 @@ class Leader:
         while self._is_committing() or self.runner.has_events:
             await asyncio.sleep(0.02)
 
+    async def hand_over(self) -> None:
+        """Write the updates that are rows to files, for a daemon of a release that does not know the rows."""
+        await asyncio.to_thread(self._parts.files.spool.hand_over)
+
     async def finish_audit(self) -> None:
         """Store the entries of the audit log that wait for others like them."""
         await self._parts.coordination.audit.finish()

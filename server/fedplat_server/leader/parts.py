@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from fedplat.config.loaded_plugins import describe_versions
@@ -26,7 +26,7 @@ from fedplat_server.coordination.long_polls import EventFeed, LongPolls
 from fedplat_server.coordination.progress import Downloads, ProgressTracker
 from fedplat_server.coordination.retention import RetentionTask
 from fedplat_server.coordination.runner import Runner
-from fedplat_server.database import sql_audit, sql_jobs
+from fedplat_server.database import sql_audit, sql_contents, sql_jobs
 from fedplat_server.database.store import Store
 from fedplat_server.flower.runs import FlowerRuns
 from fedplat_server.instruments import Instruments
@@ -190,12 +190,15 @@ async def _make_production(
     ) -> AggregationBackend:
         return halves.training_of(job.spec).open_backend(job, find_job, inputs, blobs)
 
+    def stores_rows(job: JobState) -> bool:
+        return halves.training_of(job.spec).stores_rows(job)
+
     aggregation = service.Aggregation(
         files.blobs,
         files.spool,
         store.jobs.find_version,
         post,
-        service.AggregationParts(open_attempt, training, config.plugins.references),
+        service.AggregationParts(open_attempt, training, config.plugins.references, stores_rows),
     )
     stack.push_async_callback(aggregation.close)
     retention = RetentionTask(
@@ -301,6 +304,7 @@ def _make_alerts(
 async def _open_blobs(config: ServerConfig, store: Store, instruments: Instruments) -> BlobStore:
     """Return the blobs of the database, without those that a crash left. Raises `ConfigError` if they are not its."""
     blobs, stored = await owner.open_blobs(store, blob_stores.BlobPlace.of(config), config.database, instruments)
+    await _restore_blobs(store, blobs, stored.referenced)
     found = await asyncio.to_thread(blob_stores.reconcile, blobs, blob_stores.BlobPlace.of(config), stored)
     removed, num_aside = found.orphans
     logs.get().info("blobs were reconciled", kept=len(stored.referenced), removed=removed, copied=found.copied)
@@ -315,6 +319,18 @@ async def _open_blobs(config: ServerConfig, store: Store, instruments: Instrumen
     return blobs
 
 
+async def _restore_blobs(store: Store, blobs: BlobStore, referenced: Collection[str]) -> None:
+    """Write the blobs that are rows, and that their place has lost; remove the rows that no version references."""
+    rows = await store.contents.list_blobs()
+    await store.contents.remove_blobs(rows - {*referenced})  # a daemon of the last release does not remove them
+    lost = await asyncio.to_thread(blobs.find_lost, rows & {*referenced})
+    for start in range(0, len(lost), sql_contents.BATCH):
+        contents = await store.contents.load_blobs(lost[start : start + sql_contents.BATCH])
+        await asyncio.to_thread(blobs.restore, contents)
+    if lost:
+        logs.get().info("blobs were restored from the database", blobs=len(lost))
+
+
 async def _open_spool(
     config: ServerConfig, store: Store, term: int, jobs: job_registry.JobRegistry, health: StoreHealth | None
 ) -> Spool:
@@ -326,5 +342,9 @@ async def _open_spool(
     if config.spool:
         await asyncio.to_thread(backend.claim, await owner.identify(store, config.database), known)
     spool = await asyncio.to_thread(Spool, config.upload_dir, jobs.is_in_memory, backend)
-    await asyncio.to_thread(spool.keep, jobs.needed_updates(), known)
+    needed = jobs.needed_updates()
+    await asyncio.to_thread(spool.keep, needed, known)
+    rows = await store.contents.load_updates()
+    await store.contents.remove_updates(rows.keys() - {*needed})  # of attempts that a daemon of the last release ended
+    await asyncio.to_thread(spool.restore_rows, {key: row for key, row in rows.items() if key in {*needed}})
     return spool

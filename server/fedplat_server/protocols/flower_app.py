@@ -48,6 +48,10 @@ class FlowerAppHalf(ServerHalf):
         return functools.partial(report_validation.validate_message, array_types=require_flower(job.spec).array_types)
 
     @override
+    def stores_rows(self, job: JobState) -> bool:
+        return False  # the process of the app reads the updates
+
+    @override
     def open_backend(
         self, job: JobState, find_job: Callable[[], JobState], inputs: AttemptInputs, blobs: BlobStore
     ) -> AppAggregation:

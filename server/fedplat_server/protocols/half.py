@@ -27,7 +27,7 @@ from typing_extensions import override
 from fedplat import aggregate, report_validation
 from fedplat.codecs import container
 from fedplat.job import JobSpec
-from fedplat.rounds import Assignment, AttemptKey, Change, JobState, Verdict, commands, states
+from fedplat.rounds import Assignment, AttemptKey, Change, JobState, Verdict, commands, privacy_rules, states
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
 from fedplat_server.aggregation import backend
 from fedplat_server.auth import client_directory, rate_limits
@@ -99,6 +99,15 @@ class ServerHalf:
     async def validator(self, job: JobState, assignment: Assignment, base: Path) -> Validate:
         """Return the function that validates the file of an update; `base` is that of the job's latest version."""
         return functools.partial(report_validation.validate_file, base=base, codec=job.spec.compression.uplink)
+
+    def stores_rows(self, job: JobState) -> bool:
+        """Return whether small updates and models may be rows of the database, which its backups and logs then have.
+
+        Not if other processes read an update by its path, or if it must not be in them.
+        """
+        spec = job.spec
+        is_local = spec.durability == "spool" and spec.pool is None and spec.server_step is None
+        return is_local and not privacy_rules.disclosure_of(spec).is_charged
 
     # --- its steps and files between clients: fleet. Asked for the kind of the job's training. ---
 

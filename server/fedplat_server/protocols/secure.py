@@ -114,6 +114,10 @@ class SecureHalf(StepsHalf[fleet_pb2.SecureMessage]):
         return functools.partial(report_validation.validate_masked, setup=setup)
 
     @override
+    def stores_rows(self, job: JobState) -> bool:
+        return False  # a masked update must not outlive its attempt in a backup or a log of the database
+
+    @override
     def open_backend(
         self, job: JobState, find_job: Callable[[], JobState], inputs: AttemptInputs, blobs: BlobStore
     ) -> MaskedAggregation:

@@ -23,6 +23,8 @@ from fedplat.wire.v1 import fleet_pb2
 from fedplat_server import config, errors, logs
 from fedplat_server.auth.rate_limits import Quotas
 from fedplat_server.coordination.runner import Runner
+from fedplat_server.database import sql_contents
+from fedplat_server.database.sql_contents import NO_CONTENTS, SmallContents
 from fedplat_server.messages import streams, validation
 from fedplat_server.messages.streams import UploadMemory
 from fedplat_server.protocols.half import ServerHalf, Validate
@@ -36,10 +38,11 @@ MAX_RULES = 256
 
 
 class ReceivedUpdate(NamedTuple):
-    """An update that is complete, valid and durable."""
+    """An update that is complete and valid, and durable unless it has a `content` that must become a row."""
 
     size_bytes: int
     norm: float | None
+    content: bytes | None = None
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
@@ -91,7 +94,7 @@ class ReportIntake:
 
     async def submit_report(self, assignment: Assignment, request: fleet_pb2.ReportRequest) -> Verdict:
         """Validate a report and submit it to the coordinator. Raises `RefusedError` if it must be sent again."""
-        update_bytes, norm = 0, None
+        update_bytes, norm, content = 0, None, None
         job, half = self.finder.job_of(assignment), self._half_of(assignment)
         verdict = half.judge(job, assignment)
         try:
@@ -111,12 +114,12 @@ class ReportIntake:
             if isinstance(received, Verdict):
                 return await self._reject(assignment, received)
             if received is not None:
-                update_bytes, norm = received
-        return await self.runner.submit(
-            events.UpdateReported(
-                *assignment.id, request.digest, request.num_examples, dict(request.metrics), update_bytes, norm
-            )
+                update_bytes, norm, content = received
+        reported = events.UpdateReported(
+            *assignment.id, request.digest, request.num_examples, dict(request.metrics), update_bytes, norm
         )
+        contents = SmallContents({assignment.id: content}) if content is not None else NO_CONTENTS
+        return await self.runner.submit(reported, contents=contents)
 
     def _rule_of(self, job: JobState) -> Rule:
         """Return the rule of a job, which is built for its first report and again when its specification changes.
@@ -137,19 +140,20 @@ class ReportIntake:
 
         None if the assignment has ended since and the update was deleted: the coordinator then returns the verdict.
         """
-        digest = validation.digest(request.digest)
-        upload_id = validation.upload_id(request.upload_id) if request.upload_id else ""
+        validation.digest(request.digest)
+        if request.upload_id:
+            validation.upload_id(request.upload_id)
         if request.update:
             await self._count_bytes(assignment, len(request.update))
         job = self.finder.job_of(assignment)
         try:
             async with self.blobs.local(job.latest.digest) as (base,):
-                validate = await self._half_of(assignment).validator(job, assignment, base)
-                receive = functools.partial(receive_update, validate=validate, upload_id=upload_id)
+                half = self._half_of(assignment)
+                validate = await half.validator(job, assignment, base)
+                as_row = len(request.update) <= sql_contents.MAX_BYTES and half.stores_rows(job)
+                receive = functools.partial(receive_update, validate=validate, as_row=as_row)
                 # One thread call for all steps: for a small update, switching threads costs more than the work.
-                return await self.spool.run_in_thread(
-                    assignment.id, receive, self.spool, assignment.id, digest, request.update
-                )
+                return await self.spool.run_in_thread(assignment.id, receive, self.spool, assignment.id, request)
         except (errors.BlobFullError, errors.BlobUnavailableError):
             # It is sent again because of the server: an outage must not exhaust the client's quota.
             self.quotas.refund(assignment.client_id, assignment.key, len(request.update))
@@ -220,23 +224,24 @@ class ReportIntake:
 
 
 def receive_update(
-    spool: Spool, key: AssignmentId, digest: str, update: bytes, validate: Validate, upload_id: str = ""
+    spool: Spool, key: AssignmentId, report: fleet_pb2.ReportRequest, validate: Validate, *, as_row: bool = False
 ) -> ReceivedUpdate | Verdict:
-    """Validate an update and make it durable; return its size and norm, or its refusal. Blocks.
+    """Validate the update of a report and make it durable; return its size and norm, or its refusal. Blocks.
 
-    `update` is the content from the report, empty if the update was uploaded before; `upload_id` names that upload if
-    its digest was not known. Raises `RefusedError` if it is missing or could not be stored, `BlobFullError` if the disk
-    or the store is full, `BlobUnavailableError` if the store does not answer, `SpoolError` if the attempt cannot
-    continue.
+    The digest and the `upload_id` of the report are valid. `as_row`: an update inside the report may be a row, which
+    the caller stores with the report. Raises `RefusedError` if the update is missing or could not be stored,
+    `BlobFullError` if the disk or the store is full, `BlobUnavailableError` if the store does not answer, `SpoolError`
+    if the attempt cannot continue.
     """
+    digest, update = report.digest, report.update
     if update:
         if hashlib.sha256(update).hexdigest() != digest:
             return Verdict(states.Reason.REJECTED_DIGEST)
         try:
-            _write(spool, key, digest, update)
+            _write(spool, key, digest, update, as_row=as_row)
         except errors.UploadError as exc:  # a duplicate report, or a broken upload, is still writing
             raise errors.RefusedError(errors.Code.UPLOAD_INCOMPLETE, f"{exc}; report again") from exc
-    path = spool.complete(key, digest, upload_id)
+    path = spool.complete(key, digest, report.upload_id)
     if path is None:
         raise errors.RefusedError(errors.Code.UPLOAD_INCOMPLETE, "call QueryUpload for the offset to resume from")
     try:
@@ -245,8 +250,14 @@ def receive_update(
         raise errors.RefusedError(errors.Code.UPLOAD_INCOMPLETE, "the assignment has ended") from exc
     if isinstance(norm, Verdict):
         return norm
+    if (content := spool.find_row(key, digest)) is not None:  # also if an earlier report of it was not stored
+        return ReceivedUpdate(len(content), norm, content)
+    return ReceivedUpdate(_persist(spool, key, digest), norm)
+
+
+def _persist(spool: Spool, key: AssignmentId, digest: str) -> int:
     try:
-        return ReceivedUpdate(spool.persist(key, digest), norm)
+        return spool.persist(key, digest)
     except errors.UploadError as exc:
         raise errors.RefusedError(errors.Code.UPLOAD_INCOMPLETE, str(exc)) from exc
     except (errors.BlobFullError, errors.BlobUnavailableError, errors.SpoolError):
@@ -258,8 +269,8 @@ def receive_update(
         ) from exc
 
 
-def _write(spool: Spool, key: AssignmentId, digest: str, update: bytes) -> None:
-    if spool.complete(key, digest) is None:
+def _write(spool: Spool, key: AssignmentId, digest: str, update: bytes, *, as_row: bool) -> None:
+    if spool.complete(key, digest) is None and not (as_row and spool.hold_row(key, digest, update)):
         received = spool.count_received(key, digest)  # an interrupted upload may have stored the first bytes
         upload = spool.open(key, digest, len(update), received)
         try:

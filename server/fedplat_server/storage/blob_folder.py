@@ -1,6 +1,7 @@
 """Where finished blobs are: the port of a store, and blobs in a folder, `folder/aa/bb/<sha256>`.
 
-A blob is synced, renamed, and its folder is synced.
+A blob is synced, renamed, and its folder is synced. If it is a row of the database, too, its file is only a copy, which
+is not synced: the next start writes it again if the disk has lost it.
 
 Before a file is removed its beginning is overwritten, since the numbers at the beginning of a rule's state may include
 seeds of noise. Other copies of a file system (journals, snapshots, spare blocks) are out of reach.
@@ -9,6 +10,7 @@ seeds of noise. Other copies of a file system (journals, snapshots, spare blocks
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import threading
@@ -94,6 +96,14 @@ class BlobBackend(Protocol):
     @abstractmethod
     def move_in(self, source: Path, digest: str, unsettled: UnsettledBlobs) -> None:
         """Make a finished local file a blob, durably, and add it to those that are unsettled."""
+
+    @abstractmethod
+    def put_copy(self, content: bytes, digest: str, unsettled: UnsettledBlobs) -> None:
+        """Write the local copy of a blob that is, or is about to be, a row of the database; it may be lost."""
+
+    @abstractmethod
+    def find_lost(self, digests: Collection[str]) -> list[str]:
+        """Return those of these blobs that do not exist or, in a folder, are damaged."""
 
     @abstractmethod
     def delete(self, digest: str) -> None:
@@ -211,6 +221,8 @@ class BlobFolder(BlobBackend):
         self._rename_duration = instruments.blob_duration.labels("rename", "folder")
         self._delete_duration = instruments.blob_duration.labels("delete", "folder")
         self._synced: set[Path] = set()
+        self._has_folders = False
+        self._copies: set[str] = set()  # those that were not synced
 
     @override
     def claim(self, database: Owner, mentioned: frozenset[str]) -> None:
@@ -241,7 +253,16 @@ class BlobFolder(BlobBackend):
 
     @override
     def exists(self, digest: str) -> bool:
-        return self.path(digest).is_file()
+        path = self.path(digest)
+        if not path.is_file():
+            return False
+        if digest in self._copies:  # its caller relies on it, and it may never become a row
+            with files.translate_os_errors(f"syncing the blob {digest}"):
+                durable.sync(path)
+                self._make_folder(path.parent)
+                durable.sync(path.parent)
+            self._copies.discard(digest)
+        return True
 
     @override
     def size(self, digest: str) -> int:
@@ -264,10 +285,7 @@ class BlobFolder(BlobBackend):
         folder = target.parent
         if folder not in self._synced:
             with crash_points.step("blob.new_folder"):
-                folder.mkdir(parents=True, exist_ok=True)
-                durable.sync(self._folder)
-                durable.sync(folder.parent)
-            self._synced.add(folder)
+                self._make_folder(folder)
         # An existing blob with this digest is replaced: its entry in the folder might not be durable.
         with self._rename_duration.time():
             with crash_points.step("blob.rename"), unsettled.lock:
@@ -275,6 +293,44 @@ class BlobFolder(BlobBackend):
                 os.replace(source, target)
             with remove_on_error(target), crash_points.step("blob.folder_sync"):
                 durable.sync(folder)
+        self._copies.discard(digest)
+
+    def _make_folder(self, folder: Path) -> None:
+        """Create the folder of a blob durably. Those above it are all made at once: that is one sync for all blobs."""
+        if not self._has_folders:
+            for name in sorted({f"{number:02x}" for number in range(256)} - {*os.listdir(self._folder)}):
+                (self._folder / name).mkdir(exist_ok=True)  # another daemon may make them, too
+            durable.sync(self._folder)
+            self._has_folders = True
+        folder.mkdir(exist_ok=True)
+        durable.sync(folder.parent)
+        self._synced.add(folder)
+
+    @override
+    def put_copy(self, content: bytes, digest: str, unsettled: UnsettledBlobs) -> None:
+        target = self.path(digest)
+        with unsettled.lock:
+            unsettled.add(digest)
+            if self._is_intact(digest):  # a file that may be synced is never replaced by one that is not
+                return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with temporary(self._folder) as draft:
+            write_draft(draft, content)
+            with crash_points.step("blob.copy"):
+                self._copies.add(digest)
+                os.replace(draft, target)
+
+    @override
+    def find_lost(self, digests: Collection[str]) -> list[str]:
+        with files.translate_os_errors("reading the blobs"):
+            return [digest for digest in sorted(digests) if not self._is_intact(digest)]
+
+    def _is_intact(self, digest: str) -> bool:
+        try:
+            with self.path(digest).open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest() == digest
+        except FileNotFoundError:
+            return False
 
     @override
     def delete(self, digest: str) -> None:
@@ -330,6 +386,15 @@ class BlobFolder(BlobBackend):
                 with crash_points.step("retention.remove"):
                     self._set_aside(path) if aside else os.replace(path, removed)
         return size_bytes
+
+
+def write_draft(path: Path, content: bytes) -> None:
+    """Write a new file without a sync."""
+    descriptor = durable.create(path)
+    try:
+        durable.write_all(descriptor, content)
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

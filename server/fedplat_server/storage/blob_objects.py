@@ -97,6 +97,16 @@ class BlobObjects(blob_folder.BlobBackend):
             self._cache.put(source, digest)
 
     @override
+    def put_copy(self, content: bytes, digest: str, unsettled: blob_folder.UnsettledBlobs) -> None:
+        with blob_folder.temporary(self._cache.folder) as draft:
+            blob_folder.write_draft(draft, content)
+            self.move_in(draft, digest, unsettled)
+
+    @override
+    def find_lost(self, digests: Collection[str]) -> list[str]:
+        return sorted({*digests} - self.list_sizes().keys()) if digests else []
+
+    @override
     def delete(self, digest: str) -> None:
         with self._delete_duration.time(), crash_points.step("object.delete"):
             self._cache.drop(digest)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Self
 
 from fedplat import durable
-from fedplat_server import crash_points
+from fedplat_server import crash_points, logs
 from fedplat_server.instruments import Instruments
 from fedplat_server.storage import blob_folder, files, ownership
 
@@ -46,6 +46,8 @@ class BlobStore:
         self._backend = backend or blob_folder.BlobFolder(folder, instruments)
         self._sync_duration = instruments.blob_duration.labels("fsync", "folder")
         self.made: list[str] = []
+        self.contents: dict[str, bytes] = {}
+        self._row_bytes = 0
         self._unsettled = blob_folder.UnsettledBlobs()
         self._fetches: dict[str, asyncio.Future[Path]] = {}
         self._threads = ThreadPoolExecutor(_NUM_FETCHES, "fetch blobs")
@@ -59,10 +61,15 @@ class BlobStore:
         """
         self._backend.claim(database, mentioned)
 
-    def recorder(self) -> Self:
-        """Return a view of this store that records the digests which it writes in its own list `made`."""
+    def recorder(self, row_bytes: int = 0) -> Self:
+        """Return a view of this store that records the digests which it writes in its own list `made`.
+
+        Blobs of `writer` with at most `row_bytes` are in its `contents`, for the database: only a copy is written here,
+        without a sync. An object store needs no sync, and gets all blobs.
+        """
         view = copy.copy(self)
-        view.made = []
+        view.made, view.contents = [], {}
+        view._row_bytes = row_bytes if self._backend.needs_sync else 0
         return view
 
     def settle(self, digests: Iterable[str]) -> None:
@@ -120,16 +127,16 @@ class BlobStore:
         """Store a blob that is written within the block; the writer's `blob` is its digest and size afterwards."""
         path = self._temporary()
         with files.translate_os_errors("writing a blob"), blob_folder.remove_on_error(path):
-            descriptor = durable.create(path)
-            try:
-                with crash_points.step("blob.write"), BlobWriter(descriptor) as writer:
+            with BlobWriter(path, self._row_bytes) as writer:
+                with crash_points.step("blob.write"):
                     yield writer
-                if self._backend.needs_sync:
+                if writer.held is None and self._backend.needs_sync:
                     with self._sync_duration.time(), crash_points.step("blob.fsync"):
-                        os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-            self._move_in(path, writer.blob.digest)
+                        writer.sync()
+            if writer.held is None:
+                self._move_in(path, writer.blob.digest)
+            else:
+                self._put_copy(bytes(writer.held), writer.blob.digest)
 
     @contextlib.contextmanager
     def draft(self, path: Path) -> Generator[BlobWriter]:
@@ -239,6 +246,25 @@ class BlobStore:
         """Remove the blobs that were set aside long enough ago (`files.SET_ASIDE_KEEP_S`)."""
         self._backend.expire()
 
+    def find_lost(self, digests: Collection[str]) -> list[str]:
+        """Return those of these blobs that do not exist, or are damaged. Those in an object store are not read."""
+        return self._backend.find_lost(digests)
+
+    def restore(self, contents: Mapping[str, bytes]) -> None:
+        """Write blobs again from their rows, which name them. Only for the start."""
+        for digest, content in contents.items():
+            if hashlib.sha256(content).hexdigest() != digest:
+                logs.get().error("the row of a blob is damaged", digest=digest)
+                continue
+            with files.translate_os_errors(f"restoring the blob {digest}"):
+                self._backend.put_copy(content, digest, self._unsettled)
+            self.settle([digest])
+
+    def _put_copy(self, content: bytes, digest: str) -> None:
+        self.made.append(digest)
+        self.contents[digest] = content
+        self._backend.put_copy(content, digest, self._unsettled)
+
     def _temporary(self) -> Path:
         return self.folder / f"{uuid.uuid4().hex}{blob_folder.TEMPORARY}"
 
@@ -282,24 +308,43 @@ class Blob:
 
 
 class BlobWriter:
-    """A file that is hashed while it is written: this takes 0.7 of the time if a second core is free."""
+    """A new file that is hashed while it is written: this takes 0.7 of the time if a second core is free.
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    `held` has its bytes, and there is no file, as long as these are at most `held_bytes`; None: there is a file.
+    """
+
+    def __init__(self, path: Path, held_bytes: int = 0) -> None:
+        self._path = path
+        self._held_bytes = held_bytes
+        self.held: bytearray | None = bytearray() if held_bytes else None
+        self._descriptor = -1
         self._digest = hashlib.sha256()
         self._size_bytes = 0
         self._writeback = files.Writeback()
         self._hasher = ThreadPoolExecutor(1, "hash a blob")
 
     def __enter__(self) -> Self:
+        if self.held is None:
+            self._descriptor = durable.create(self._path)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._hasher.shutdown()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
 
     def write(self, chunk: durable.Bytes) -> None:
         """Append bytes. The caller may change them afterwards."""
         size_bytes = memoryview(chunk).nbytes
+        if self.held is not None:
+            if self._size_bytes + size_bytes <= self._held_bytes:
+                self.held += chunk
+                self._digest.update(chunk)
+                self._size_bytes += size_bytes
+                return
+            self._descriptor = durable.create(self._path)
+            durable.write_all(self._descriptor, self.held)
+            self.held = None
         if size_bytes < _MIN_THREAD_BYTES:
             durable.write_all(self._descriptor, chunk)
             self._digest.update(chunk)
@@ -312,6 +357,10 @@ class BlobWriter:
         self._size_bytes += size_bytes
         self._writeback.on_written(self._descriptor, self._size_bytes)
 
+    def sync(self) -> None:
+        """Make the file durable. Raises `OSError`."""
+        os.fsync(self._descriptor)
+
     @property
     def blob(self) -> Blob:
         """The digest and size of the bytes written so far."""
@@ -321,9 +370,5 @@ class BlobWriter:
 @contextlib.contextmanager
 def create_hashed(path: Path) -> Generator[BlobWriter]:
     """Write a new file within the block. It is not synced."""
-    descriptor = durable.create(path)
-    try:
-        with BlobWriter(descriptor) as writer:
-            yield writer
-    finally:
-        os.close(descriptor)
+    with BlobWriter(path) as writer:
+        yield writer

@@ -21,6 +21,9 @@ synced folder, or as a copy in an object store. With a store the folder is only 
 gets what it lacks from the store. Uploads without a report are in the folder alone. The files of jobs with `durability
 = "memory"` are in memory, and have no copies.
 
+A small update that comes inside its report has no file: it is in memory, and becomes a row of the database in the
+transaction that accepts the report (`hold_row`, `database.sql_contents`). A start gets it from there (`restore_rows`).
+
 `on_stored`, `close` and `run_in_thread` run on the event loop; all other methods block, and threads call them,
 several at once. No lock is held while the backend works, which may take long.
 """
@@ -35,7 +38,7 @@ import shutil
 import threading
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -47,8 +50,10 @@ from fedplat_server.errors import BlobError, UploadError
 from fedplat_server.storage import files
 from fedplat_server.storage.spool_backend import FolderBackend, SpoolBackend
 from fedplat_server.storage.spool_file import (
+    CAN_KEEP_IN_MEMORY,
     MemoryFile,
     OpenUpload,
+    RowFile,
     SpoolFile,
     name_attempt,
     name_update,
@@ -57,6 +62,8 @@ from fedplat_server.storage.spool_file import (
 )
 
 PREFETCH_THREADS = 4
+MAX_ROWS = 2000
+"""Maximum number of updates that are in memory because they are rows: each has a descriptor. Others get files."""
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -81,6 +88,7 @@ class Spool:
         self._fetching: dict[AssignmentId, threading.Lock] = {}  # taken before all other locks
         self._to_fetch: deque[tuple[AssignmentId, str]] = deque()
         self._leftovers: dict[str, list[Path]] = {}  # files of an earlier process, by `name_update`
+        self._rows: dict[AssignmentId, RowFile] = {}
         self._deletions: set[asyncio.Task[None]] = set()
         with files.translate_os_errors(f"making the folder {folder}", "updates"):
             durable.make_folder(folder)
@@ -176,6 +184,61 @@ class Spool:
         file = self._find(key, name) or self._replace(key, name)
         with files.translate_os_errors("opening an upload", "updates"):
             return resume_upload(file, size_bytes, offset, self._writers)
+
+    def hold_row(self, key: AssignmentId, digest: str, content: bytes) -> bool:
+        """Keep a complete update in memory until it is a row; return whether there is room. Replaces parts of it.
+
+        Not for updates that other processes read, by their path. Raises `UploadError` if the assignment has ended, or
+        if an update with another digest was sealed for it.
+        """
+        with self._lock, files.translate_os_errors("opening an upload", "updates"):
+            if not CAN_KEEP_IN_MEMORY or not self._backend.takes_rows or len(self._rows) >= MAX_ROWS:
+                return False
+            earlier = self._check_replaceable(key, digest)
+            if not isinstance(earlier, RowFile):
+                row = RowFile(digest, content)
+                self._remove(key)
+                self._files[key] = self._rows[key] = row
+            return True
+
+    def find_row(self, key: AssignmentId, digest: str) -> bytes | None:
+        """Return the content of an update that must be a row before it is acknowledged; None if it has a file."""
+        with self._lock:
+            file = self._rows.get(key)
+        return file.content if file is not None and file.digest == digest else None
+
+    def restore_rows(self, found: Mapping[AssignmentId, tuple[str, bytes]]) -> None:
+        """Keep the updates of rows, with their digests, in memory, or in files if there are too many. For the start."""
+        for key, (digest, content) in found.items():
+            if hashlib.sha256(content).hexdigest() != digest:
+                logs.get().error("the row of an update is damaged", client=key.client_id, digest=digest)
+                continue
+            with self._lock, files.translate_os_errors("restoring an update", "updates"):
+                self._remove(key)  # a file is at most a copy
+                if CAN_KEEP_IN_MEMORY and len(self._rows) < MAX_ROWS:
+                    self._files[key] = self._rows[key] = RowFile(digest, content)
+                else:
+                    self._files[key] = self._write_file(key, digest, content)
+                    self._files[key].durable = True
+
+    def hand_over(self) -> None:
+        """Write the updates of rows to files, too, for a daemon of a release that does not know the rows. Blocks."""
+        with self._lock:
+            held = {key: file for key, file in self._rows.items() if self._is_needed(key)}
+        for key, row in held.items():
+            with files.translate_os_errors("handing an update over", "updates"):
+                with self._lock:
+                    file = self._write_file(key, row.digest, row.content)
+                durable.sync(file.path)
+                self._backend.make_durable(key, row.digest, file.path)
+
+    def _write_file(self, key: AssignmentId, digest: str, content: bytes) -> SpoolFile:
+        """Write a complete update. The caller holds the lock."""
+        self._make_folder(self._folder(key.attempt))
+        path = spool_path_of(self.folder, key, digest)
+        path.write_bytes(content)
+        path.chmod(0o600)
+        return SpoolFile(path, digest)
 
     def complete(self, key: AssignmentId, digest: str, upload_id: str = "") -> Path | None:
         """Seal and return the file if it is complete, else return None. A sealed file does not change until deleted.
@@ -292,6 +355,7 @@ class Spool:
 
     def _remove(self, key: AssignmentId) -> None:
         self._fetching.pop(key, None)
+        self._rows.pop(key, None)
         for path in self._leftovers.pop(name_update(key), []):
             path.unlink(missing_ok=True)
         file = self._files.pop(key, None)
@@ -373,13 +437,8 @@ class Spool:
 
     def _replace(self, key: AssignmentId, name: str) -> SpoolFile:
         with self._lock, files.translate_os_errors("opening an upload", "updates"):
-            if not self._is_needed(key):
-                raise UploadError("the assignment has ended")
-            earlier = self._files.get(key)
-            if earlier is not None and earlier.is_named(name):
+            if (earlier := self._check_replaceable(key, name)) is not None:
                 return earlier  # a concurrent call has just created it
-            if earlier is not None and earlier.sealed:
-                raise UploadError(f"the update {earlier.digest} was reported for this assignment already")
             self._remove(key)
             if self._in_memory(key.attempt.job_id):
                 file = MemoryFile(name)
@@ -388,6 +447,20 @@ class Spool:
                 file = SpoolFile(spool_path_of(self.folder, key, name), name)
             self._files[key] = file
             return file
+
+    def _check_replaceable(self, key: AssignmentId, name: str) -> SpoolFile | None:
+        """Return the file that an upload already has. Raises `UploadError` if there must be none.
+
+        The caller holds the lock.
+        """
+        if not self._is_needed(key):
+            raise UploadError("the assignment has ended")
+        earlier = self._files.get(key)
+        if earlier is not None and earlier.is_named(name):
+            return earlier
+        if earlier is not None and earlier.sealed:
+            raise UploadError(f"the update {earlier.digest} was reported for this assignment already")
+        return None
 
     def _make_folder(self, folder: Path) -> None:
         if folder.exists():

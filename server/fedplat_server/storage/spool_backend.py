@@ -60,6 +60,11 @@ class SpoolBackend(Protocol):
         """The threads for work that may wait for this backend; None: any."""
         ...
 
+    @property
+    def takes_rows(self) -> bool:
+        """Return whether small updates may be rows of the database instead."""
+        ...
+
     def claim(self, database: Owner, known: frozenset[str]) -> None:
         """Make a database, which knows these attempts by name, the owner of this place.
 
@@ -107,6 +112,11 @@ class FolderBackend(SpoolBackend):
     @override
     def threads(self) -> ThreadPoolExecutor | None:
         return None
+
+    @property
+    @override
+    def takes_rows(self) -> bool:
+        return True
 
     @override
     def claim(self, database: Owner, known: frozenset[str]) -> None:
@@ -225,6 +235,11 @@ class ObjectBackend(SpoolBackend):
     @override
     def threads(self) -> ThreadPoolExecutor:
         return self._threads
+
+    @property
+    @override
+    def takes_rows(self) -> bool:
+        return False  # a copy is found on any host, also by a daemon of a release that does not know the rows
 
     @override
     def claim(self, database: Owner, known: frozenset[str]) -> None:

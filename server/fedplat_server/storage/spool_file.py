@@ -132,6 +132,30 @@ class MemoryFile(SpoolFile):
             os.close(self._descriptor)
 
 
+class RowFile(MemoryFile):
+    """A small update in memory, which becomes a row of the database when its report is accepted."""
+
+    def __init__(self, digest: str, content: bytes) -> None:
+        """`digest` is the SHA-256 of the content."""
+        super().__init__(digest)
+        try:
+            durable.write_all(self._descriptor, content)
+        except BaseException:
+            self.remove()
+            raise
+        self.content = content
+        self.received = len(content)
+        self.sealed = True
+
+    @override
+    def load(self) -> None:
+        """Do nothing: the content is known."""
+
+    @override
+    def is_complete(self) -> bool:
+        return True
+
+
 class OpenUpload:
     """The writer of the remaining bytes of an upload, returned by `spool.Spool.open`."""
 

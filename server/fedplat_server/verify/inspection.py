@@ -17,6 +17,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from fedplat.job import JobSpec, is_unreadable
+from fedplat.rounds import AssignmentId
 from fedplat.rounds.invariants import attempts, records
 from fedplat.rounds.invariants.records import Location, StoredAttempt, StoredJob, StrayHistory
 from fedplat.rounds.states import ENDED_JOBS, HAVE_UPDATES
@@ -26,7 +27,7 @@ from fedplat_server.database.records import JobFileReader
 from fedplat_server.errors import StoreError
 from fedplat_server.records.audit import AuditHead, AuditRow, head_after
 from fedplat_server.storage.blob_stores import BlobPlace
-from fedplat_server.verify import checks, files
+from fedplat_server.verify import checks, contents, files
 from fedplat_server.verify.checks import AuditEnd, AuditPart, Finding, Report, Unit
 
 _Record = TypeVar("_Record")
@@ -277,8 +278,14 @@ async def verify(
                     report.notes.append(f"{what}; another version made it, and its models are complete")
             if isinstance(unit, StoredAttempt) and not live:
                 num_overdue += len(list(attempts.overdue(unit)))
-    report.findings.extend(await _check_blobs(database, stored, needed, progress))
-    report.findings.extend(await _check_updates(database, updates, spooled))
+        held = await contents.read(connection)
+    contents.check(report, held, needed, spooled.reported)
+    lost = await _check_blobs(database, stored, needed, progress)
+    copies = [digest for digest in lost if held.has_blob(digest, needed[digest].size_bytes)]
+    report.findings.extend(finding for digest, finding in lost.items() if digest not in copies)
+    if copies:
+        report.notes.append(f"{len(copies)} files of models are missing or damaged; {contents.RESTORED}")
+    report.findings.extend(await _check_updates(database, updates, held.without(spooled.reported)))
     report.checked |= {"updates": len(spooled.reported)} | {
         "blobs": len(needed),
         "bytes": sum(folder.sizes.get(digest, 0) for digest in needed),
@@ -295,21 +302,21 @@ async def verify(
 
 async def _check_blobs(
     database: str, stored: files.StoredBlobs, needed: Mapping[str, files.ReferencedFiles], progress: files.Progress
-) -> list[Finding]:
+) -> dict[str, Finding]:
     findings = await asyncio.to_thread(lambda: dict(files.blobs(stored, needed, progress)))
     if not findings:
-        return []
+        return {}
     # A running daemon may have removed the blobs meanwhile.
     still_needed = dict[str, files.ReferencedFiles]()
     async with snapshot(database) as connection:
         async for unit in units(connection):
             if isinstance(unit, StoredJob):
                 _add_references(still_needed, unit)
-    return [finding for digest, finding in findings.items() if digest in still_needed]
+    return {digest: finding for digest, finding in findings.items() if digest in still_needed}
 
 
-async def _check_updates(database: str, place: files.SpoolPlace, spooled: files.ExpectedUpdates) -> list[Finding]:
-    findings = await asyncio.to_thread(lambda: dict(place.check(spooled.reported)))
+async def _check_updates(database: str, place: files.SpoolPlace, reported: Mapping[AssignmentId, str]) -> list[Finding]:
+    findings = await asyncio.to_thread(lambda: dict(place.check(reported)))
     if not findings:
         return []
     # A running daemon may have merged and removed the updates meanwhile.

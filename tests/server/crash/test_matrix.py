@@ -60,6 +60,8 @@ async def check(world: World, *, kept: bool = True) -> None:
 # --- every point ---------------------------------------------------------------------------------------------
 
 ENROLLING, UPLOADING = chains.of("enroll"), chains.of("model", "blob.write", "blob.fsync", "blob.new_folder")
+ROWS = ["rows.uncommitted", *chains.of("blob.copy")]
+"""The points that only small updates and models reach."""
 MOVING = chains.of("blob.rename", "blob.folder_sync")
 CREATING, CHECKING_IN = chains.of("create_job"), chains.of("update_client", "begin_sessions")
 DELTAS, SCORES = chains.of("commit.delta"), chains.of("metrics")
@@ -73,7 +75,7 @@ ELSEWHERE = {
     *chains.of("object"),  # in test_object_store.py: models in a folder do not reach them
     *chains.of("spool_store"),  # in test_object_spool.py: a spool in a folder does not reach them
 }
-IN_ROUNDS = [point for point in POINTS if point not in ELSEWHERE]
+IN_ROUNDS = [point for point in POINTS if point not in ELSEWHERE and point not in ROWS]
 SECOND = ["blob.write.after:2", "blob.rename.before:2", "blob.rename.after:2"]
 """The first file of a version is its model, the second one the state of its rule."""
 HALVES = [slice(0, None, 2), slice(1, None, 2)]
@@ -104,6 +106,7 @@ async def test_killed_at_every_point_of_the_rounds(world: Chain, seed: int, half
     async def leave_something(world: World) -> None:
         await world.ask(lambda site: site.operator.upload(initial_model()))
 
+    world.side = scenario.LARGE
     links = chains.draw(seed, *IN_ROUNDS, *SECOND)[half]
     points = ["create_job.after", *chains.draw(seed, *links, ORPHANS)]
     await chains.train(world, points, lambda rounds: scenario.job_text(rounds=rounds), disturb=leave_something)
@@ -113,10 +116,22 @@ async def test_killed_at_every_point_of_the_rounds(world: Chain, seed: int, half
     assert {"SELECTING", "COLLECTING", "COMMITTING", "COMMITTED"} <= world.phases
 
 
+@pytest.mark.fault("F2", "F3", "F4")
+@pytest.mark.parametrize("seed", [9])
+async def test_killed_while_small_updates_and_models_become_rows(world: Chain, seed: int) -> None:
+    """Two of three updates come inside their reports: with their models they are in the transactions, or nowhere."""
+    states = ["blob.copy.before:2", "blob.copy.after:2", "rows.uncommitted:2", "rows.uncommitted:4"]
+    others = ["blob.write.after", "commit.model.after", "commit.state.after", "save.after:3", "save.uncommitted:3"]
+    points = ["create_job.after", *chains.draw(seed, *ROWS, *states, *others, "spool.keep.before")]
+    await chains.train(world, points, lambda rounds: scenario.job_text(rounds=rounds))
+    await check(world)
+
+
 @pytest.mark.fault("F4")
 @pytest.mark.parametrize("seed", [3])
 async def test_killed_while_a_delta_is_made(world: Chain, seed: int) -> None:
     """Each version is the previous one plus an encoded step, which has its own file: the third one."""
+    world.side = scenario.LARGE
     third = ["blob.write.after:3", "blob.rename.before:3", "blob.rename.after:3"]
     points = ["create_job.after", *chains.draw(seed, *DELTAS, *third, "commit.model.after", "save.uncharged")]
     await chains.train(world, points, lambda rounds: scenario.job_text(rounds=rounds, more=DOWNLINK))

@@ -67,6 +67,11 @@ def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: p
         list_files(tmp_path)
 
 
+def as_literal(place: Place, content: bytes) -> str:
+    """Bytes in SQL."""
+    return f"X'{content.hex()}'" if place.database.startswith("sqlite") else f"decode('{content.hex()}', 'hex')"
+
+
 WHAT = {"digest": "its model", "state_digest": "its optimizer's state", "delta_digest": "its delta"}
 
 
@@ -76,6 +81,7 @@ async def test_what_is_broken_in_the_blobs_is_found(
     place: Place, which: str, damage: tuple[Callable[[Path], None], str]
 ) -> None:
     path, (do, said) = place.blob(which, "done", 1), damage
+    place.execute("DELETE FROM blob_contents")  # small ones are rows, too
     do(path)
     report = await verify(place.database, place.folder)
     if which == "state_digest" and said == "bytes in":
@@ -84,6 +90,51 @@ async def test_what_is_broken_in_the_blobs_is_found(
     assert (finding.invariant, finding.place) == ("I2", Location(place.jobs["done"], version=1))
     assert said in finding.found
     assert finding.found.startswith(WHAT[which])
+
+
+@pytest.mark.parametrize(("damage", "_"), DAMAGES)
+async def test_a_damaged_file_of_a_blob_that_is_a_row_is_a_note(
+    place: Place, damage: Callable[[Path], None], _: str
+) -> None:
+    damage(place.blob("digest", "done", 1))
+    report = await verify(place.database, place.folder)
+    assert report.findings == []
+    assert report.notes == [
+        "1 files of models are missing or damaged; the next start of the daemon writes them again from the database"
+    ]
+
+
+async def test_a_damaged_row_of_a_blob_is_found(place: Place) -> None:
+    path = place.blob("digest", "done", 1)
+    place.execute(f"UPDATE blob_contents SET content = {as_literal(place, b'other')} WHERE digest = '{path.name}'")
+    (finding,) = (await verify(place.database, place.folder)).findings
+    assert (finding.check, finding.place) == ("blob_rows", Location(place.jobs["done"], version=1))
+    path.unlink()
+    second, other = (await verify(place.database, place.folder)).findings
+    assert (second, other.check) == (finding, "blobs")
+
+
+async def test_rows_that_are_not_needed_are_a_note(place: Place) -> None:
+    place.execute(f"INSERT INTO blob_contents VALUES ('{'0' * 64}', {as_literal(place, b'other')})")
+    report = await verify(place.database, place.folder)
+    assert (report.findings, report.notes) == (
+        [],
+        ["1 rows of updates and models are not needed; the next start of the daemon removes them"],
+    )
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+async def test_the_row_of_an_update_replaces_its_file(place: Place, is_damaged: bool) -> None:
+    (path,) = (path for path in (place.folder / "uploads").rglob("*") if path.is_file())
+    digest, content = path.name.rpartition("-")[2], path.read_bytes()
+    path.unlink()
+    place.execute(
+        "INSERT INTO update_contents SELECT job_id, round, number, client_id, digest, "
+        f"{as_literal(place, content[is_damaged:])} FROM assignments WHERE digest = '{digest}' "
+        "AND state = 'REPORTED'"
+    )
+    findings = (await verify(place.database, place.folder)).findings
+    assert [(each.invariant, each.check) for each in findings] == [("I3", "update_rows")] * is_damaged
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, _replaced, _shortened])

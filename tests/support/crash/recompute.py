@@ -54,7 +54,7 @@ def check_versions(world: World, result: Result, data_dir: Path) -> None:
         cohort = merged(attempts[version.round, version.attempt])
         codec = job.spec.compression.uplink
         # What a client sends depends on the round that it began in, which is an earlier one if its update is stale.
-        updates = [(content_of(world.numbers[one.client_id], one.round, codec), one) for one in cohort]
+        updates = [(content_of(world.numbers[one.client_id], one.round, codec, world.side), one) for one in cohort]
         assert [(digest_of(content), len(content)) for content, _ in updates] == [
             (one.digest, one.update_bytes) for one in cohort
         ]

@@ -43,19 +43,23 @@ class Receipt(NamedTuple):
     digest: str
 
 
-def base_model() -> Parameters:
+SMALL, LARGE = 16, 72
+"""The sides of models that are rows of the database, and that are files only."""
+
+
+def base_model(side: int = SMALL) -> Parameters:
     rng = np.random.default_rng(0)
-    return Parameters.from_arrays({"weight": rng.normal(size=(16, 16)).astype("f4"), "bias": np.ones(5, "f4")})
+    return Parameters.from_arrays({"weight": rng.normal(size=(side, side)).astype("f4"), "bias": np.ones(5, "f4")})
 
 
-def update(number: int, round_: int) -> Parameters:
+def update(number: int, round_: int, side: int = SMALL) -> Parameters:
     """What the client of this number sends in a round."""
-    return daemons.update_of(base_model(), 100 * round_ + number)
+    return daemons.update_of(base_model(side), 100 * round_ + number)
 
 
-def content_of(number: int, round_: int, codec: codecs.CodecOptions | None) -> bytes:
+def content_of(number: int, round_: int, codec: codecs.CodecOptions | None, side: int = SMALL) -> bytes:
     """The file of that update."""
-    values = update(number, round_)
+    values = update(number, round_, side)
     if codec is None:
         return values.to_bytes()
     rng = np.random.default_rng([number, round_])
@@ -78,6 +82,9 @@ class Life:
 
 class World:
     """The server in all its lives, and what the clients know."""
+
+    side = SMALL
+    """That of the model."""
 
     def __init__(self, nursery: Nursery, order: Order) -> None:
         self._nursery = nursery
@@ -163,7 +170,7 @@ async def operate(world: World, text: str) -> None:
     """Creates the job and starts it."""
 
     async def create(site: Site) -> admin_pb2.Job:
-        return await site.operator.create(text, base_model(), key="the-one-job-of-all")
+        return await site.operator.create(text, base_model(world.side), key="the-one-job-of-all")
 
     while not world.job:
         try:
@@ -210,7 +217,7 @@ class Member:
             if self.number == 0:
                 await self.ask(lambda client, work=work: client.download(work.model.digest))
             codec = options_from_text(work.uplink) if work.uplink else None
-            content = content_of(self.number, work.round, codec)
+            content = content_of(self.number, work.round, codec, self.world.side)
             send = {0: self._stream, 1: self._stream_by_id}.get(self.number, self._inline)
             response = await send(work.token, content)
             if response is not None and response.HasField("receipt"):

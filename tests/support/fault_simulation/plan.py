@@ -34,7 +34,10 @@ class Fault(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """All that is drawn before a simulation begins. `keeps_updates`: what was acknowledged must be merged."""
+    """All that is drawn before a simulation begins.
+
+    `keeps_updates`: what was acknowledged must be merged. `side` is that of the model, which makes files or rows of it.
+    """
 
     seed: int
     text: str
@@ -43,10 +46,11 @@ class Plan:
     keeps_updates: bool
     slow_threads: float
     faults: tuple[Fault, ...]
+    side: int = scenario.SMALL
 
     def describe(self) -> str:
         lines = [
-            f"seed {self.seed}: {self.num_servers} servers, {self.num_clients} clients",
+            f"seed {self.seed}: {self.num_servers} servers, {self.num_clients} clients, side {self.side}",
             f"job: {' '.join(self.text.split())}",
         ]
         return "\n".join([*lines, *(f"fault: {each}" for each in self.faults)])
@@ -58,7 +62,8 @@ def draw(seed: int) -> Plan:
     text, num_clients, keeps = _draw_job(rng)
     num_servers = 2 if rng.random() < 0.35 else 1
     faults = tuple(sorted(_draw_fault(rng, num_servers) for _ in range(rng.randint(3, 10))))
-    return Plan(seed, text, num_clients, num_servers, keeps, rng.choice((0.0, 0.01, 0.05)), faults)
+    slow_threads, side = rng.choice((0.0, 0.01, 0.05)), rng.choice((scenario.SMALL, scenario.LARGE))
+    return Plan(seed, text, num_clients, num_servers, keeps, slow_threads, faults, side)
 
 
 def _draw_job(rng: random.Random) -> tuple[str, int, bool]:

@@ -84,6 +84,7 @@ class World:
         self.is_over = False
         self.numbers: dict[str, int] = {}
         self.receipts: set[Receipt] = set()
+        self.side = plan.side
         self.job = ""
         self._armed = [fault for fault in plan.faults if fault.point]
 
@@ -351,7 +352,7 @@ class Caller:
         self._name = name
         self._site: Site | None = None
         self._server = 0
-        self.numbers, self.receipts = world.numbers, world.receipts
+        self.numbers, self.receipts, self.side = world.numbers, world.receipts, world.side
 
     @property
     def job(self) -> str:
@@ -417,7 +418,7 @@ class Worker(Member):
                 await self.ask(lambda client, work=work: client.download(work.model.digest))
             await asyncio.sleep(world.rng.uniform(0.0, 2.0))
             codec = scenario.options_from_text(work.uplink) if work.uplink else None
-            content = content_of(self.number, work.round, codec)
+            content = content_of(self.number, work.round, codec, world.side)
             receipt = Receipt(self.client.client_id, work.round, work.attempt, digest_of(content))
             if receipt in world.receipts:
                 world.find(f"{receipt} was acknowledged, and the server asks for it again")
