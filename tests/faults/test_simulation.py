@@ -14,6 +14,7 @@ pytestmark = pytest.mark.slow  # a start of the program imports the server
 PROGRAM = Path(__file__).with_name("simulate.py")
 NUM_TWICE, NUM_SEEDS = 3, 50
 BUGS = ["folder-synced-before-the-rename", "acknowledged-before-the-sync", "acknowledged-before-the-transaction"]
+OF_FILES = ["folders-not-synced", "copies-trusted", "rows-forgotten"]
 RARE_BUGS = ["blob-synced-after-the-commit", "lease-checked-before-the-write"]
 """These need more seeds. All are in `support/fault_simulation/planted.py`, which must not be imported before the
 simulation's clock."""
@@ -46,9 +47,7 @@ def test_nothing_is_found_in_many_seeds() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "bug", [*BUGS, "folders-not-synced", *(pytest.param(bug, marks=pytest.mark.grid) for bug in RARE_BUGS)]
-)
+@pytest.mark.parametrize("bug", [*BUGS, *OF_FILES, *(pytest.param(bug, marks=pytest.mark.grid) for bug in RARE_BUGS)])
 def test_a_planted_bug_of_ordering_is_found(bug: str) -> None:
     """One of these seeds finds it, which one depends on all that the server does."""
     num_seeds = 600 if bug in RARE_BUGS else 200  # one in 100 may find it, so that 200 would miss it now and then

@@ -157,24 +157,24 @@ async def test_jobs_that_must_not_be_in_a_database_have_no_rows(site: Site, text
 
 
 async def test_larger_updates_and_models_and_those_beyond_the_number_are_files(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = Parameters.from_arrays({"weight": np.zeros(sql_contents.MAX_BYTES // 4, np.float32)})
-    job = await site.operator.start(job_file(goal=2), model)
-    clients = await site.fleet(2)
-    work = await site.assign(clients)
-    await clients[0].report_inline(work[0].token, model.to_bytes())
-    assert len(uploads(site.folder)) == 1
-    await clients[1].report_inline(work[1].token, model.to_bytes())
-    await site.operator.until(job, "job", "COMPLETED")
-    assert rows(site.folder, "blob_contents") == {}
     monkeypatch.setattr(spool, "MAX_ROWS", 1)
-    job = await site.operator.start(job_file(goal=3))
-    clients.append(await site.enroll())
-    work = await site.assign(clients)
-    for client, one in zip(clients[:2], work, strict=False):
-        await client.report_inline(one.token, UPDATES[0].to_bytes())
-    assert (len(rows(site.folder, "update_contents")), len(uploads(site.folder))) == (1, 1)
+    model = Parameters.from_arrays({"weight": np.zeros(sql_contents.MAX_BYTES // 4, np.float32)})
+    async with daemons.running(folder) as site:
+        job = await site.operator.start(job_file(goal=2), model)
+        clients = await site.fleet(2)
+        work = await site.assign(clients)
+        await clients[0].report_inline(work[0].token, model.to_bytes())
+        assert len(uploads(folder)) == 1
+        await clients[1].report_inline(work[1].token, model.to_bytes())
+        await site.operator.until(job, "job", "COMPLETED")
+        assert rows(folder, "blob_contents") == {}
+        await daemons.until_spool_is_empty(folder)
+        _, clients, work = await begun(site, job_file(goal=3), 3)
+        for client, one in zip(clients[:2], work, strict=False):
+            await client.report_inline(one.token, UPDATES[0].to_bytes())
+        assert (len(rows(folder, "update_contents")), len(uploads(folder))) == (1, 1)
 
 
 async def test_nothing_is_synced_for_a_small_update_and_a_small_model(

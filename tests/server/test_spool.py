@@ -106,8 +106,10 @@ def test_a_row_replaces_a_part_of_the_update_and_an_update_that_was_never_report
     assert again.finish().read_bytes() == DATA
 
 
-def test_rows_beyond_the_number_are_files(uploads: Spool, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_beyond_the_number_are_files(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spool, "MAX_ROWS", 1)
+    uploads = Spool(tmp_path)
+    uploads.expect([KEY, OTHER_CLIENT, EARLIER, LATER])
     assert uploads.hold_row(KEY, DIGEST, DATA)
     assert not uploads.hold_row(OTHER_CLIENT, DIGEST, DATA)
     uploads.restore_rows({EARLIER: (DIGEST, DATA), LATER: (OTHER, b"damaged")})

@@ -34,6 +34,7 @@ import asyncio
 import contextvars
 import functools
 import hashlib
+import resource
 import shutil
 import threading
 import uuid
@@ -63,7 +64,8 @@ from fedplat_server.storage.spool_file import (
 
 PREFETCH_THREADS = 4
 MAX_ROWS = 2000
-"""Maximum number of updates that are in memory because they are rows: each has a descriptor. Others get files."""
+"""Maximum number of updates that are in memory because they are rows; and a quarter of the open files that the process
+may have, since each is one. Others get files."""
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -89,6 +91,8 @@ class Spool:
         self._to_fetch: deque[tuple[AssignmentId, str]] = deque()
         self._leftovers: dict[str, list[Path]] = {}  # files of an earlier process, by `name_update`
         self._rows: dict[AssignmentId, RowFile] = {}
+        num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._max_rows = MAX_ROWS if num_files == resource.RLIM_INFINITY else min(MAX_ROWS, num_files // 4)
         self._deletions: set[asyncio.Task[None]] = set()
         with files.translate_os_errors(f"making the folder {folder}", "updates"):
             durable.make_folder(folder)
@@ -192,7 +196,7 @@ class Spool:
         if an update with another digest was sealed for it.
         """
         with self._lock, files.translate_os_errors("opening an upload", "updates"):
-            if not CAN_KEEP_IN_MEMORY or not self._backend.takes_rows or len(self._rows) >= MAX_ROWS:
+            if not self._backend.takes_rows or not self._has_room():
                 return False
             earlier = self._check_replaceable(key, digest)
             if not isinstance(earlier, RowFile):
@@ -215,7 +219,7 @@ class Spool:
                 continue
             with self._lock, files.translate_os_errors("restoring an update", "updates"):
                 self._remove(key)  # a file is at most a copy
-                if CAN_KEEP_IN_MEMORY and len(self._rows) < MAX_ROWS:
+                if self._has_room():
                     self._files[key] = self._rows[key] = RowFile(digest, content)
                 else:
                     self._files[key] = self._write_file(key, digest, content)
@@ -231,6 +235,9 @@ class Spool:
                     file = self._write_file(key, row.digest, row.content)
                 durable.sync(file.path)
                 self._backend.make_durable(key, row.digest, file.path)
+
+    def _has_room(self) -> bool:
+        return CAN_KEEP_IN_MEMORY and len(self._rows) < self._max_rows
 
     def _write_file(self, key: AssignmentId, digest: str, content: bytes) -> SpoolFile:
         """Write a complete update. The caller holds the lock."""

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from fedplat import durable
+from fedplat_server.database.sql_contents import ContentStore
 from fedplat_server.database.sql_jobs import JobStore
 from fedplat_server.database.transactions import Database
 from fedplat_server.storage import blob_folder, blobs, spool, spool_file
@@ -53,7 +54,7 @@ def _sync_the_folder_before_the_rename() -> None:
             durable.sync(path)
 
     blob_folder.os = cast(Any, SimpleNamespace(**{**vars(os), "replace": replace}))
-    blob_folder.durable = cast(Any, SimpleNamespace(sync=sync))
+    blob_folder.durable = cast(Any, SimpleNamespace(**{**vars(durable), "sync": sync}))
 
 
 def _acknowledge_before_the_update_is_synced() -> None:
@@ -116,6 +117,20 @@ def _make_folders_without_a_sync() -> None:
     durable.make_folder = lambda path: path.mkdir(parents=True, exist_ok=True)
 
 
+def _trust_the_copies_of_rows() -> None:
+    """The start does not look whether the disk still has the files of models that are rows of the database."""
+    blob_folder.BlobFolder.find_lost = lambda self, digests: []
+
+
+def _forget_the_updates_in_rows() -> None:
+    """The start does not read the updates that are rows of the database."""
+
+    async def load_none(self: ContentStore) -> dict[Any, Any]:
+        return {}
+
+    ContentStore.load_updates = load_none
+
+
 BUGS: dict[str, Callable[[], None]] = {
     "blob-synced-after-the-commit": _sync_the_blob_after_the_commit,
     "folder-synced-before-the-rename": _sync_the_folder_before_the_rename,
@@ -124,6 +139,8 @@ BUGS: dict[str, Callable[[], None]] = {
     "lease-checked-before-the-write": _check_the_lease_before_the_write,
     "folder-of-a-killed-server": _trust_a_folder_that_another_life_has_made,
     "folders-not-synced": _make_folders_without_a_sync,
+    "copies-trusted": _trust_the_copies_of_rows,
+    "rows-forgotten": _forget_the_updates_in_rows,
 }
 
 
