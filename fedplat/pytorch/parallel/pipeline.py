@@ -94,8 +94,8 @@ class PipelineGradients(LayoutGradients):
 class Shape(msgspec.Struct, frozen=True):
     """The shape and the data type of what a stage returns; or why it cannot compute.
 
-    Its strides are those of a message, but for the last stage, whose outputs may be views: PyTorch before 2.13 refuses
-    outputs with other strides than it was told.
+    Its strides are those of a message, but for the last stage, whose outputs may be views: PyTorch 2.11 refuses outputs
+    with other strides than it was told.
     """
 
     sizes: list[int] = []
@@ -251,6 +251,11 @@ class _Stage(PipelineStage):
         self.part: parts.RankBatch | None = None
         self.reduces = True
         self._micro_batch = 0
+
+    @override
+    def _get_init_p2p_neighbors_ops(self) -> list[distributed.P2POp]:
+        # With "zero-bubble", those of PyTorch 2.11 include messages of a rank to itself, which Gloo refuses.
+        return [each for each in super()._get_init_p2p_neighbors_ops() if each.group_peer != self.group_rank]
 
     @override
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:

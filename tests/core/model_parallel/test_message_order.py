@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from fedplat.pytorch.distributed.bench.measure import choose_pairs, measure_link
 from fedplat.pytorch.distributed.exchange import P2PVectors, VectorLayout
 from fedplat.pytorch.parallel import Layout, ParallelTrainee, make_gradients
 from fedplat.pytorch.parallel.apply import PIPELINE
-from fedplat.pytorch.parallel.pipeline import Shape, find_shapes
+from fedplat.pytorch.parallel.pipeline import Shape, _Pipeline, find_shapes  # pyright: ignore[reportPrivateUsage]
 from fedplat.pytorch.training import MakeOptimizer, check_examples
 from fedplat.pytorch.training.learner import make_loss
 from fedplat.pytorch.training.stepper import StepAlgorithm, Stepper
@@ -93,7 +93,7 @@ def test_no_schedule_and_no_evaluation_has_ranks_that_wait_for_each_other(
 
 
 def test_the_last_stage_returns_the_strides_that_pytorch_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its outputs may be a view, as those of a language model are; PyTorch before 2.13 refuses other strides."""
+    """Its outputs may be a view, as those of a language model are; PyTorch 2.11 refuses other strides."""
     case = Case(layout="pipeline=2,micro_batches=2")
     learner, _, dataset = piped.make(case)
     inputs = dataset.tensors[0][:5]
@@ -109,6 +109,19 @@ def test_the_last_stage_returns_the_strides_that_pytorch_was_told(monkeypatch: p
     assert not expected.is_contiguous()
     assert (shapes[-1].empty("cpu").shape, shapes[-1].empty("cpu").stride()) == (expected.shape, expected.stride())
     assert shapes[1].empty("cpu").is_contiguous()
+
+
+def test_the_first_messages_of_a_stage_are_for_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch 2.11 begins with them. Two stages of a rank that follow each other need none, and Gloo refuses."""
+    case = Case(layout="pipeline=2,schedule=zero-bubble,micro_batches=2", model="sequential")
+    made = make_network(2, monkeypatch)
+    shapes = [Shape([2, 12], [12, 1], "float32")] * 5
+    for rank, (_, trainee) in enumerate(prepare(made, case)):
+        with made.as_rank(rank):
+            pipeline = _Pipeline(trainee, cast(Any, None), shapes, None)
+            for stage in pipeline._stages:  # pyright: ignore[reportPrivateUsage]
+                peers = [each.group_peer for each in stage._get_init_p2p_neighbors_ops()]  # pyright: ignore[reportPrivateUsage]
+                assert peers == [1 - rank] * 2, "both directions, with the only neighbour on another rank"
 
 
 def test_links_are_measured_before_any_collective(monkeypatch: pytest.MonkeyPatch) -> None:
