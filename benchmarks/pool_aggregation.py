@@ -131,7 +131,7 @@ def inputs_of(folder: Path, split: str, ranks: int) -> AttemptInputs:
 async def aggregate(backend: AggregationBackend, folder: Path, num_updates: int) -> str:
     """Fold all updates, commit, and return the digest of the version."""
     for number in range(num_updates):
-        await backend.fold(SpooledUpdate(str(folder / f"{number}.update"), Contribution(1.0 - number / 1000)))
+        await backend.fold([SpooledUpdate(str(folder / f"{number}.update"), Contribution(1.0 - number / 1000))])
     digest = (await backend.commit()).model.digest
     await backend.close()
     return digest

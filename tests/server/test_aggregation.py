@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +17,14 @@ from fedplat.job import parse_job
 from fedplat.rounds import AssignmentId, AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import Commit, Fold, Restart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
+from fedplat_server.aggregation import service
 from fedplat_server.aggregation.backend import LocalAggregation
 from fedplat_server.aggregation.service import Aggregation, AggregationParts
 from fedplat_server.database.sql_contents import NO_CONTENTS, SmallContents
 from fedplat_server.errors import BlobFullError
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.spool import Spool
+from fedplat_server.workers.task_inputs import SpooledUpdate
 from support.daemons import digest_of, initial_model, update_of
 from support.jobs import job_file
 
@@ -102,6 +105,31 @@ async def test_folds_and_commits(bench: Bench) -> None:
     bench.aggregation.end(KEY)
     await bench.aggregation.close()
     assert not vars(bench.aggregation)["_open"]
+
+
+async def test_updates_that_wait_are_folded_together_in_their_order(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fold, calls = LocalAggregation.fold, list[list[str]]()
+
+    async def note(backend: LocalAggregation, updates: Sequence[SpooledUpdate]) -> None:
+        calls.append([update.contribution.client_id for update in updates])
+        await fold(backend, updates)
+
+    monkeypatch.setattr(LocalAggregation, "fold", note)
+    monkeypatch.setattr(service, "MAX_FOLDS", 3)
+    folds = [
+        dataclasses.replace(each, contribution=Contribution(1.0, client_id=str(number)))
+        for number, each in enumerate(map(bench.receive, "abcdefg"))
+    ]
+    for command in (*folds[:2], Restart(KEY), *folds[2:], Commit(KEY, 0, 5)):
+        bench.submit(command)
+    outcome = await bench.outcome()
+    assert isinstance(outcome, AttemptAggregated)
+    assert outcome.version.num_updates == 5
+    assert calls == [["2", "3", "4"], ["5", "6"]]
+    bench.aggregation.end(KEY)
+    await bench.aggregation.close()
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ async def test_a_full_disk_is_told_as_in_one_process(
 async def test_an_attempt_that_is_cancelled_frees_the_ranks(ranks: PoolProcess, tmp_path: Path) -> None:
     link, spool = await ranks.ready(), Spool(tmp_path, BY_COLUMNS)
     left = WithFallback(spool.inputs(), spool.blobs, link)
-    await left.fold(spool.updates[0])
+    await left.fold(spool.updates[:1])
     await left.close()
     assert await on_pool(spool, spool.inputs(), link) == await spool.done(LocalAggregation(spool.inputs(), spool.blobs))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from pathlib import Path
 
 import grpc
@@ -11,6 +10,7 @@ import pytest
 from grpc import aio
 
 from fedplat.wire.v1 import admin_pb2
+from fedplat_server.rpc import job_rounds
 from support import daemons
 from support.daemons import Site, initial_model, update_of
 from support.jobs import job_file
@@ -93,7 +93,20 @@ async def test_watchers_that_go_away_are_forgotten(site: Site) -> None:
 
 async def test_a_long_history_comes_in_parts(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     history = site.store.inner.jobs.list_history
-    monkeypatch.setattr(site.store.inner.jobs, "list_history", functools.partial(history, limit=3))
+    monkeypatch.setattr(job_rounds, "HISTORY_PAGE", 3)
     job = await site.operator.start(job_file(goal=1, rounds=3))
     await train(site, 3)
     assert len(await site.operator.events(job)) == len(await history(job)) > 20
+
+
+@pytest.mark.calm
+async def test_a_watcher_reads_the_database_once_for_each_part(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = await site.operator.start(job_file(goal=1, rounds=1))
+    await train(site, 1)
+    await site.operator.until(job, "job", "COMPLETED")
+    before = site.store.calls["list_history"]
+    num_events = len(await site.operator.events(job))
+    assert site.store.calls["list_history"] == before + 1
+    monkeypatch.setattr(job_rounds, "HISTORY_PAGE", num_events - 1)
+    assert len(await site.operator.events(job)) == num_events
+    assert site.store.calls["list_history"] == before + 3

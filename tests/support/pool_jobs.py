@@ -77,7 +77,7 @@ class Spool:
     async def done(self, folding: AggregationBackend) -> Aggregate:
         try:
             for update in self.updates:
-                await folding.fold(update)
+                await folding.fold([update])
             return await folding.commit()
         finally:
             await folding.close()

@@ -181,7 +181,7 @@ class UnitCosts(Struct, frozen=True, forbid_unknown_fields=True):
     """Clip, round and write an entry of an update."""
     noise_entry_s: float = 140e-9
     """Rotate an entry, and draw its noise."""
-    mask_entry_s: float = 1.2e-9
+    mask_entry_s: float = 0.6e-9
     """Generate an entry of a mask and add it."""
     add_entry_s: float = 0.5e-9
     """Read an entry of a masked update and add it."""

@@ -59,8 +59,8 @@ class AggregationBackend(Protocol):
         """True if updates must stay readable until the aggregate is computed."""
         ...
 
-    async def fold(self, update: SpooledUpdate) -> None:
-        """Add an update. Raises `ValueError` if the rule refuses it, and the errors of reading it."""
+    async def fold(self, updates: Sequence[SpooledUpdate]) -> None:
+        """Add updates in their order. Raises `ValueError` if the rule refuses one, and the errors of reading it."""
 
     async def commit(self, draft: Path | None = None) -> Aggregate:
         """Compute the aggregate and store its files; with a `draft`, write the model there to be trained further.
@@ -116,8 +116,9 @@ class LocalAggregation(AggregationBackend):
         return self._rule.gather is not None
 
     @override
-    async def fold(self, update: SpooledUpdate) -> None:
-        await asyncio.to_thread(self._fold, update)
+    async def fold(self, updates: Sequence[SpooledUpdate]) -> None:
+        # One call for all: for small updates, switching threads costs more than the work.
+        await asyncio.to_thread(self._fold, updates)
 
     @override
     async def commit(self, draft: Path | None = None) -> Aggregate:
@@ -137,8 +138,9 @@ class LocalAggregation(AggregationBackend):
         with np.errstate(over="ignore", invalid="ignore"):  # `commit` checks the sum
             self._open_sums().fold(values, contribution)
 
-    def _fold(self, update: SpooledUpdate) -> None:
-        self.fold_values(self._inputs.open_update(update, self._open_sums().base), update.contribution)
+    def _fold(self, updates: Sequence[SpooledUpdate]) -> None:
+        for update in updates:
+            self.fold_values(self._inputs.open_update(update, self._open_sums().base), update.contribution)
 
     def _commit(self, draft: Path | None) -> Aggregate:
         sums = self._open_sums()
@@ -232,9 +234,10 @@ class PoolAggregation(AggregationBackend):
         self._task = await self._stack.enter_async_context(self._pool.start_task("aggregate", self._inputs))
 
     @override
-    async def fold(self, update: SpooledUpdate) -> None:
+    async def fold(self, updates: Sequence[SpooledUpdate]) -> None:
         assert self._task is not None
-        await self._task.send(AddUpdate(update))
+        for update in updates:
+            await self._task.send(AddUpdate(update))
 
     @override
     async def commit(self, draft: Path | None = None) -> Aggregate:
@@ -307,9 +310,9 @@ class WithFallback(AggregationBackend):
         return True
 
     @override
-    async def fold(self, update: SpooledUpdate) -> None:
-        self._updates.append(update)
-        await self._fold_all(self._updates[-1:])
+    async def fold(self, updates: Sequence[SpooledUpdate]) -> None:
+        self._updates.extend(updates)
+        await self._fold_all(updates)
 
     @override
     async def commit(self, draft: Path | None = None) -> Aggregate:
@@ -325,14 +328,13 @@ class WithFallback(AggregationBackend):
         if self._inner is not None:
             await self._inner.close()
 
-    async def _fold_all(self, more: list[SpooledUpdate]) -> AggregationBackend:
+    async def _fold_all(self, more: Sequence[SpooledUpdate]) -> AggregationBackend:
         """Return a backend that has folded all updates up to these."""
         while True:
             if self._inner is None:
                 self._inner, more = await self._begin(), self._updates
             try:
-                for update in more:
-                    await self._inner.fold(update)
+                await self._inner.fold(more)
             except PoolError as exc:
                 await self._give_up(exc)
             else:

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import itertools
 import os
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -43,13 +44,48 @@ Post = Callable[[AttemptAggregated | AggregationFailed, SmallContents], None]
 OpenBackend = Callable[[JobState, Callable[[], JobState], AttemptInputs, BlobStore], AggregationBackend]
 """A function that opens the backend of an attempt. The second argument returns the job as it is when it commits."""
 
+MAX_FOLDS = 32
+"""Maximum number of updates that are folded in one call of a thread."""
+
+
+class CommandQueue:
+    """The commands of an attempt that wait. A restart drops those before it, whose sum it discards."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Fold | Restart | Commit] = deque()
+        self._added = asyncio.Event()
+
+    def put(self, command: Fold | Restart | Commit) -> None:
+        """Add a command."""
+        if isinstance(command, Restart):
+            self._waiting.clear()
+        self._waiting.append(command)
+        self._added.set()
+
+    async def take(self, max_folds: int) -> list[Fold] | Restart | Commit:
+        """Wait for a command, and remove it; of folds, up to `max_folds` that have no other command between them."""
+        while not self._waiting:
+            self._added.clear()
+            await self._added.wait()
+        first = self._waiting.popleft()
+        if not isinstance(first, Fold):
+            return first
+        folds = [first]
+        while len(folds) < max_folds and self._waiting:
+            command = self._waiting[0]
+            if not isinstance(command, Fold):
+                break
+            folds.append(command)
+            self._waiting.popleft()
+        return folds
+
 
 @dataclasses.dataclass
 class _OpenAttempt:
     """An attempt that is being aggregated: its job at the last command, the queue of its commands, and the task."""
 
     job: JobState
-    queue: asyncio.Queue[Fold | Restart | Commit]
+    queue: CommandQueue
     task: asyncio.Task[None]
 
 
@@ -92,14 +128,11 @@ class Aggregation:
         """Queue a command: fold an update, restart the sum, or commit the attempt."""
         attempt = self._open.get(command.key)
         if attempt is None:
-            queue: asyncio.Queue[Fold | Restart | Commit] = asyncio.Queue()
+            queue = CommandQueue()
             task = asyncio.create_task(self._run(job, command.key, queue), name=f"aggregate {command.key}")
             attempt = self._open[command.key] = _OpenAttempt(job, queue, task)
         attempt.job = job
-        if isinstance(command, Restart):
-            while not attempt.queue.empty():  # the restart discards what these would fold
-                attempt.queue.get_nowait()
-        attempt.queue.put_nowait(command)
+        attempt.queue.put(command)
 
     def on_stored(self, changes: Iterable[Change]) -> None:
         """Drop the attempts whose versions are stored."""
@@ -121,7 +154,7 @@ class Aggregation:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run(self, job: JobState, key: AttemptKey, queue: asyncio.Queue[Fold | Restart | Commit]) -> None:
+    async def _run(self, job: JobState, key: AttemptKey, queue: CommandQueue) -> None:
         outcome: AttemptAggregated | AggregationFailed
         logs.bind(**logs.attempt_fields(key))
         blobs = self._blobs.recorder(sql_contents.MAX_BYTES if self._parts.stores_rows(job) else 0)
@@ -152,7 +185,7 @@ class Aggregation:
             self.on_leftovers(leftovers)
 
     async def _aggregate(
-        self, job: JobState, key: AttemptKey, queue: asyncio.Queue[Fold | Restart | Commit], blobs: BlobStore
+        self, job: JobState, key: AttemptKey, queue: CommandQueue, blobs: BlobStore
     ) -> AttemptAggregated:
         async with contextlib.AsyncExitStack() as stack:  # it keeps the files that are read
             await stack.enter_async_context(blobs.local(job.latest.digest, job.latest.state_digest))
@@ -170,7 +203,7 @@ class Aggregation:
         self,
         job: JobState,
         key: AttemptKey,
-        queue: asyncio.Queue[Fold | Restart | Commit],
+        queue: CommandQueue,
         blobs: BlobStore,
         stack: contextlib.AsyncExitStack,
     ) -> tuple[Aggregate, ModelVersion]:
@@ -178,17 +211,23 @@ class Aggregation:
         from_latest = inputs.build_rule().from_latest
         find_job = functools.partial(self._find_job, key)
         backend, paths = self._parts.open_backend(job, find_job, inputs, blobs), list[Path]()
+        # An update in memory is dropped before the next one is read.
+        max_folds = MAX_FOLDS if job.spec.durability == "spool" else 1
         try:
-            while not isinstance(command := await queue.get(), Commit):
-                if isinstance(command, Restart):
+            while not isinstance(folds := await queue.take(max_folds), Commit):
+                if isinstance(folds, Restart):
                     await backend.close()
                     backend, paths = self._parts.open_backend(job, find_job, inputs, blobs), []
                     continue
-                origin_path = await self._find_origin(job, command, stack) if from_latest else ""
-                paths.append(await self._find_update(command))
-                await backend.fold(SpooledUpdate(str(paths[-1]), command.contribution, origin_path))
+                origins = [await self._find_origin(job, each, stack) if from_latest else "" for each in folds]
+                found = await self._find_updates(folds)
+                updates = zip(found, folds, origins, strict=True)
+                await backend.fold(
+                    [SpooledUpdate(str(path), each.contribution, origin) for path, each, origin in updates]
+                )
+                paths += found
                 if job.spec.durability == "memory" and not backend.keeps_updates:
-                    await asyncio.to_thread(self._spool.discard, command.assignment)
+                    await asyncio.to_thread(self._spool.discard, folds[0].assignment)
             return await self._commit(job, key, backend, paths)
         finally:
             await backend.close()
@@ -220,11 +259,16 @@ class Aggregation:
         (path,) = await stack.enter_async_context(self._blobs.local(version.digest))
         return os.path.abspath(path)
 
-    async def _find_update(self, command: Fold) -> Path:
-        find = functools.partial(self._spool.complete, command.assignment, command.digest)
+    async def _find_updates(self, folds: Sequence[Fold]) -> list[Path]:
+        def find() -> list[Path]:
+            return [self._find_update(each) for each in folds]
+
         # The store's health is logged; an outage must not fail the attempt.
         pauses = itertools.repeat(retries.STORE_RETRY_S)
-        path = await retries.retry(lambda: asyncio.to_thread(find), BlobUnavailableError, pauses)
+        return await retries.retry(lambda: asyncio.to_thread(find), BlobUnavailableError, pauses)
+
+    def _find_update(self, command: Fold) -> Path:
+        path = self._spool.complete(command.assignment, command.digest)
         if path is None:
             raise BlobError(f"the update of {command.assignment.client_id} is missing or damaged")
         return path.absolute()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from typing_extensions import override
@@ -95,8 +95,8 @@ class AppAggregation(AggregationBackend):
         return True
 
     @override
-    async def fold(self, update: SpooledUpdate) -> None:
-        self._updates.append(update)
+    async def fold(self, updates: Sequence[SpooledUpdate]) -> None:
+        self._updates.extend(updates)
 
     @override
     async def commit(self, draft: Path | None = None) -> Aggregate:

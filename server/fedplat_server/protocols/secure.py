@@ -278,7 +278,11 @@ class MaskedAggregation(AggregationBackend):
         return False
 
     @override
-    async def fold(self, update: SpooledUpdate) -> None:
+    async def fold(self, updates: Sequence[SpooledUpdate]) -> None:
+        for update in updates:
+            await self._add(update)
+
+    async def _add(self, update: SpooledUpdate) -> None:
         job = self._find_job()
         assert job.open_attempt is not None
         part = job.open_attempt.assignments[update.contribution.client_id].secure

@@ -22,6 +22,9 @@ from fedplat_server.rpc.interceptor import Context
 from fedplat_server.rpc.job_view import ProgressEvents
 from fedplat_server.training.evaluation import EvaluationScheduler
 
+HISTORY_PAGE = 250
+"""Maximum number of events that a watcher reads at a time."""
+
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class JobRoundsService(admin_pb2_grpc.JobsServicer):
@@ -55,13 +58,13 @@ class JobRoundsService(admin_pb2_grpc.JobsServicer):
             changed = self.jobs.next_change(job_id)
             # The last version may still be evaluated when the job has ended.
             is_over = self.jobs.state(job_id).status in states.ENDED_JOBS and not self.evaluation.is_pending(job_id)
-            rows = await self.store.jobs.list_history(job_id, sequence)
+            rows = await self.store.jobs.list_history(job_id, sequence, limit=HISTORY_PAGE)
             for record in rows:
                 sequence = record.sequence
                 yield convert.event(record)
             if (event := progress.next_event(sequence)) is not None:
                 yield event
-            if rows:
+            if len(rows) == HISTORY_PAGE or changed.is_set():  # else there was nothing more to read
                 continue
             if is_over or request.until_now:
                 return
