@@ -13,7 +13,8 @@ FedplatError
 ├── ReplayError       a simulation that cannot resume from its run folder
 ├── PausedError       a simulation that was paused after a round, as requested, and can be resumed
 ├── NoProgressError   a simulation that ended before its job was done, since no further round could be expected
-├── EngineError       local training in a simulation failed, or an engine does not support the request
+├── EngineError       local training in a simulation failed: a worker was lost, or a cluster does not answer
+│   └── UnsuitableEngineError   an engine that does not support the learner or its options
 ├── TrainingError     training on the server's own data failed, because of its trainer or its data
 ├── TicketError       a malformed or damaged ticket
 ├── MissingExtraError a required optional package is not installed
@@ -83,7 +84,11 @@ class NoProgressError(FedplatError):
 
 
 class EngineError(FedplatError):
-    """Local training in a simulation failed, or the engine does not support it."""
+    """Local training in a simulation failed: a worker was lost, or a cluster does not answer."""
+
+
+class UnsuitableEngineError(EngineError):
+    """An engine does not support the learner or its options; the message names engines that do."""
 
 
 class TrainingError(FedplatError):
@@ -151,3 +156,21 @@ class ServerRefusedError(FedplatError):
     def __init__(self, message: str, *, code: str = "") -> None:
         super().__init__(message)
         self.code = code
+
+
+USAGE_ERRORS = (
+    JobFileError,
+    LabelError,
+    UserCodeError,
+    PluginError,
+    FlowerError,
+    ModelError,
+    DataError,
+    ReplayError,
+    UnsuitableEngineError,
+    MissingExtraError,
+    TrackerError,
+    TicketError,
+    ProfileError,
+)
+"""Mistakes in what the user gives a command: options, files, code and packages. It ends with the status 2 then."""

@@ -8,13 +8,47 @@ from __future__ import annotations
 import errno
 import io
 import os
+import signal
 import sys
+from types import FrameType
+from typing import NoReturn
+
+from fedplat import forks
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
+_INTERRUPTED = 128 + signal.SIGINT
 
 
 def main() -> None:
-    """Run the command with the arguments of this process."""
+    """Run the command with the arguments of this process.
+
+    SIGTERM and SIGHUP end it as Ctrl-C does, so that a command removes what it has begun.
+    """
+    received: list[int] = []
+
+    def interrupt(number: int, _: FrameType | None) -> NoReturn:
+        received.append(number)
+        signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
+        raise KeyboardInterrupt
+
+    handled = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
+    with forks.keep_signals(handled):
+        try:
+            for number in handled:
+                signal.signal(number, interrupt)
+            _run()
+        except KeyboardInterrupt:  # before the command has begun
+            sys.exit(128 + received[0] if received else _INTERRUPTED)
+        except SystemExit as exc:
+            if received and exc.code == _INTERRUPTED:
+                sys.exit(128 + received[0])
+            raise
+        finally:
+            for number in handled:
+                signal.signal(number, signal.SIG_DFL)
+
+
+def _run() -> None:
     if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison] -- the caller has closed it
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", closefd=False)
     for stream in (sys.stdout, sys.stderr):

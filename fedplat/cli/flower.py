@@ -140,7 +140,8 @@ class _Lines:
         """Print a set of messages whose replies have arrived."""
         self.num_failures += len(sent.failures)
         self.metrics |= sent.metrics
-        if sent.failures:
+        # The line of an abandoned attempt has the failure, too.
+        if sent.failures and (self._out.as_json or sent.failures[0].partition(": ")[2] not in sent.problem):
             first = sent.failures[0]
             more = f", and {len(sent.failures) - 1} more" if len(sent.failures) > 1 else ""
             self._out.note(f"{_place(sent)}: {first}{more}")

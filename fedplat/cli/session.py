@@ -148,14 +148,6 @@ def _settings(context: click.Context) -> Settings:
 
 
 FAILED, WRONG_USAGE, TIMED_OUT, NOT_ALLOWED, UNREACHABLE, INTERRUPTED = 1, 2, 3, 4, 5, 130
-_USAGE_ERRORS = (
-    errors.JobFileError,
-    errors.UserCodeError,
-    errors.ProfileError,
-    errors.DataError,
-    errors.ReplayError,
-    errors.TrackerError,
-)
 _LOGIN_CODES = frozenset({"NO_OPERATOR", "ROLE_TOO_LOW", "TOO_MANY_LOGINS"})
 """The error codes of a server that refuses the operator, not the request."""
 
@@ -217,7 +209,7 @@ def exit_status(error: errors.FedplatError) -> int:
         isinstance(error, errors.ServerRefusedError) and error.code in _LOGIN_CODES
     ):
         return NOT_ALLOWED
-    return WRONG_USAGE if isinstance(error, _USAGE_ERRORS) else FAILED
+    return WRONG_USAGE if isinstance(error, errors.USAGE_ERRORS) else FAILED
 
 
 def _choose(as_json: bool, form: OutputFormat | None, json_form: OutputFormat) -> OutputFormat:

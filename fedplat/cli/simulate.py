@@ -172,7 +172,10 @@ def _print(out: Output, run: Run, folder: Path) -> None:
         numbers = {key: value for key, value in run.to_dict().items() if key not in ("attempts", "simulation")}
         out.json(json.loads(msgspec.json.encode({**numbers, "output": str(folder)})))
         return
-    out.fields(run.describe() | {"results": str(folder)})
+    fields = run.describe()
+    if run.result.problem:  # the error line has the reason
+        fields["status"] = run.result.status
+    out.fields(fields | {"results": str(folder)})
 
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0

@@ -147,8 +147,8 @@ class _Checker:
             try:
                 self.plugins.convert(raw, record)
             except msgspec.ValidationError as exc:
-                # The message of a record's own check begins with the key concerned.
-                yield f"{prefix}{exc}"
+                # Each line of a record's own check begins with the key concerned.
+                yield from (f"{prefix}{line}" for line in str(exc).splitlines())
 
     def is_valid(self, value: Any, annotation: Any) -> bool:
         """Return whether a value has no mistake."""

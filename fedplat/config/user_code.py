@@ -150,11 +150,16 @@ def wrap_errors(action: str) -> Generator[None]:
     except BaseException as exc:  # user code may raise anything; the operator needs one line
         if is_interrupt(exc) or isinstance(exc, GeneratorExit):
             raise
-        places = _list_places(exc)
-        if isinstance(exc, SyntaxError) and exc.filename:
-            places.append(f"{exc.filename}, line {exc.lineno}")
-        where = f" ({places[-1]})" if places else ""
-        raise UserCodeError(f"{action} raised {texts.describe(exc)}{where}") from exc
+        raise make_error(action, exc) from exc
+
+
+def make_error(action: str, exc: BaseException) -> UserCodeError:
+    """Return the error of an exception that user code has raised, with the file and the line."""
+    places = _list_places(exc)
+    if isinstance(exc, SyntaxError) and exc.filename:
+        places.append(f"{exc.filename}, line {exc.lineno}")
+    where = f" ({places[-1]})" if places else ""
+    return UserCodeError(f"{action} raised {texts.describe(exc)}{where}")
 
 
 def _list_places(exc: BaseException) -> list[str]:

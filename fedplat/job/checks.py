@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from fedplat import aggregate, codecs, errors, modes, sampling
 from fedplat.aggregate import drift
 from fedplat.aggregate.drift import EASGD
@@ -19,32 +21,40 @@ NO_PRIVACY = (
 
 
 def check(spec: JobTables) -> None:
-    """Raise `ValueError` if the tables of a job contradict each other.
+    """Raise `ValueError` with a line for each key that contradicts others.
 
     A stored job whose plugins are absent was checked when it was created.
     """
     if has_absent(spec):
         return
-    _check_owner(spec)
-    _check_rule(spec, build_checked(spec.aggregation, aggregate.Rule, "aggregation.rule"))
+    mistakes: dict[str, str] = {}
+    for line in _list_mistakes(spec):
+        mistakes.setdefault(line.partition(":")[0], line)  # what is wrong with a key is told once
+    if mistakes:
+        raise ValueError("\n".join(mistakes.values()))
+    combinations.check(spec)
+
+
+def _list_mistakes(spec: JobTables) -> Iterator[str]:
+    yield from _list_owner_mistakes(spec)
+    yield from _list_rule_mistakes(spec, build_checked(spec.aggregation, aggregate.Rule, "aggregation.rule"))
     _check_other_plugins(spec)
     if spec.secure_aggregation is not None:
-        part_checks.check_secure(spec, spec.secure_aggregation)
+        yield from part_checks.list_secure_mistakes(spec, spec.secure_aggregation)
     if spec.robust is not None:
-        _check_robust(spec, spec.robust)
+        yield from _list_robust_mistakes(spec, spec.robust)
     if spec.buffered is not None:
-        _check_buffered(spec)
+        yield from _list_buffered_mistakes(spec)
     if isinstance(spec.mode, modes.Cyclic):
-        _check_cyclic(spec)
+        yield from _list_cyclic_mistakes(spec)
     if spec.privacy is not None:
-        part_checks.check_privacy(spec, spec.privacy)
+        yield from part_checks.list_privacy_mistakes(spec, spec.privacy)
     if spec.pool is not None and "durability" in find_contrary(spec, "pool"):
-        raise ValueError('pool: its ranks read the updates from the spool; expected durability = "spool"')
+        yield 'pool: its ranks read the updates from the spool; expected durability = "spool"'
     if spec.server_step is not None:
-        _check_server_step(spec, spec.server_step)
+        yield from _list_server_step_mistakes(spec, spec.server_step)
     if spec.pool is not None:
-        _check_pool(spec, spec.pool)
-    combinations.check(spec)
+        yield from _list_pool_mistakes(spec, spec.pool)
 
 
 def check_halves(spec: JobTables) -> None:
@@ -61,30 +71,30 @@ def check_halves(spec: JobTables) -> None:
         )
 
 
-def _check_owner(spec: JobTables) -> None:
-    """Check a job in which silos or a Flower app do what a server does in others."""
+def _list_owner_mistakes(spec: JobTables) -> Iterator[str]:
+    """Yield the mistakes of a job in which silos or a Flower app do what a server does in others."""
     if spec.gossip is not None:
-        part_checks.check_gossip(spec, spec.gossip)
+        yield from part_checks.list_gossip_mistakes(spec, spec.gossip)
     if spec.flower is not None:
-        _check_flower(spec)
+        yield from _list_flower_mistakes(spec)
 
 
-def _check_rule(spec: JobTables, rule: aggregate.Rule) -> None:
+def _list_rule_mistakes(spec: JobTables, rule: aggregate.Rule) -> Iterator[str]:
     name = name_of(spec.aggregation)
     if rule.keeps_memory and spec.pool is not None:
-        raise ValueError(f'aggregation.rule = "{name}": it works on whole models in one process; expected no [pool]')
+        yield f'aggregation.rule = "{name}": it works on whole models in one process; expected no [pool]'
     algorithm = rule.requirements.algorithm
     if spec.updates.weighting != "uniform" and (rule.unit_weights or algorithm):
-        raise ValueError(f'aggregation.rule = "{name}": it needs [updates] weighting = "uniform"')
+        yield f'aggregation.rule = "{name}": it needs [updates] weighting = "uniform"'
     if isinstance(algorithm, str) and algorithm and spec.config.get("algorithm") != algorithm:
-        raise ValueError(
+        yield (
             f'aggregation.rule = "{name}": clients must run their part of it; expected [config] algorithm = '
             f'"{algorithm}"'
         )
     if algorithm == EASGD:
-        part_checks.check_elastic(spec)
+        yield from part_checks.list_elastic_mistakes(spec)
     elif spec.config.get("algorithm") == EASGD:
-        raise ValueError(
+        yield (
             f'config.algorithm = "{EASGD}": clients report what they exchange with the centre, and the rule "{name}" '
             f'would take it for their progress; expected [aggregation] rule = "{EASGD}"'
         )
@@ -97,108 +107,106 @@ def _check_other_plugins(spec: JobTables) -> None:
     _ = spec.selection.uses_history  # a plugin that raises does so here, not in the coordinator
 
 
-def _check_buffered(spec: JobTables) -> None:
+def _list_buffered_mistakes(spec: JobTables) -> Iterator[str]:
     if spec.selection.sampling.is_trial:
         name = name_of(spec.selection.sampling)
-        raise ValueError(f'selection.sampling.policy = "{name}": it draws whole cohorts; expected mode.kind = "sync"')
+        yield f'selection.sampling.policy = "{name}": it draws whole cohorts; expected mode.kind = "sync"'
     if spec.selection.close != "goal":
-        raise ValueError(
-            f'selection.close = "{spec.selection.close}": a buffer closes at its goal; expected mode.kind = "sync"'
-        )
+        yield f'selection.close = "{spec.selection.close}": a buffer closes at its goal; expected mode.kind = "sync"'
     if spec.stale_synchronous is not None:
-        _check_stale_synchronous(spec, spec.stale_synchronous)
+        yield from _list_clock_mistakes(spec, spec.stale_synchronous)
 
 
-def _check_stale_synchronous(spec: JobTables, mode: modes.StaleSynchronous) -> None:
-    """Raise `ValueError` if a job with clocks has options that could keep a client from its next clock."""
+def _list_clock_mistakes(spec: JobTables, mode: modes.StaleSynchronous) -> Iterator[str]:
+    """Yield a line for each option of a job with clocks that could keep a client from its next clock."""
     selection = spec.selection
     if selection.goal != 1:
-        raise ValueError(
+        yield (
             f'selection.goal = {selection.goal}: with mode.kind = "ssp" each update makes a version when it arrives, '
             "because an update that waits for others would hold the clocks back; expected goal = 1"
         )
     if selection.wait_for > mode.concurrency:
-        raise ValueError(
+        yield (
             f"selection.wait_for = {selection.wait_for}: expected at most mode.concurrency = {mode.concurrency}, the "
             "size of the clock set"
         )
     if selection.min_separation:
-        raise ValueError(
+        yield (
             f"selection.min_separation = {selection.min_separation}: the others would wait for the slowest client "
             'while it rests; expected 0 with mode.kind = "ssp"'
         )
     if selection.sampling != sampling.Uniform():
-        raise ValueError(
+        yield (
             f'selection.sampling.policy = "{name_of(selection.sampling)}": the clocks decide who trains next; expected '
             '"uniform" with mode.kind = "ssp"'
         )
 
 
-def _check_cyclic(spec: JobTables) -> None:
-    """Raise `ValueError` if a job whose clients have turns has options for whole cohorts."""
+def _list_cyclic_mistakes(spec: JobTables) -> Iterator[str]:
+    """Yield a line for each option for whole cohorts of a job whose clients have turns."""
     selection = spec.selection
     if selection.goal != 1:
-        raise ValueError(
+        yield (
             f'selection.goal = {selection.goal}: with mode.kind = "cyclic" a round is the turn of one client; expected '
             "goal = 1"
         )
     if selection.sampling != sampling.Uniform():
-        raise ValueError(
+        yield (
             f'selection.sampling.policy = "{name_of(selection.sampling)}": each client has one turn in a cycle; '
             'expected "uniform" with mode.kind = "cyclic"'
         )
     if selection.min_separation:
-        raise ValueError(
+        yield (
             f"selection.min_separation = {selection.min_separation}: the cycle decides when a client trains again; "
             'expected 0 with mode.kind = "cyclic"'
         )
 
 
-def _check_flower(spec: JobTables) -> None:
-    """Raise `ValueError` if a job with a Flower app has a table for what the app itself decides."""
+def _list_flower_mistakes(spec: JobTables) -> Iterator[str]:
+    """Yield a line for each table of a job with a Flower app for what the app itself decides."""
     if spec.privacy is not None:
-        raise ValueError(NO_PRIVACY)
+        yield NO_PRIVACY
     for part in find_contrary(spec, "flower"):
         name = part.partition(".")[0]
-        raise ValueError(f"{name}: the Flower app decides about it; expected no such key with the table [flower]")
+        yield f"{name}: the Flower app decides about it; expected no such key with the table [flower]"
     selection = spec.selection
     if selection.sampling != sampling.Uniform() or selection.min_separation or selection.wait_for:
-        raise ValueError(
+        yield (
             "selection: the Flower app draws the clients; expected none of sampling, min_separation and wait_for with "
             "the table [flower]"
         )
 
 
-def _check_server_step(spec: JobTables, step: ServerStep) -> None:
+def _list_server_step_mistakes(spec: JobTables, step: ServerStep) -> Iterator[str]:
     if spec.compression.downlink is not None:
-        raise ValueError(
+        yield (
             "server_step: a version would not be the previous one plus the encoded step; expected no "
             "compression.downlink"
         )
     if step.method == "train":
         return
     if spec.parallel is not None:
-        raise ValueError(
+        yield (
             'server_step.method = "distill": each rank computes the outputs of the clients\' whole models; expected '
             '"train", or no table [pool.parallel]'
         )
     for part in find_contrary(spec, DISTILL):
         name = 'durability = "memory"' if part == "durability" else part
-        raise ValueError(
+        yield (
             f'server_step.method = "distill": it uses the model of each client of a round, which {name} '
             'excludes; expected "train"'
         )
 
 
-def _check_pool(spec: JobTables, pool: PoolOptions) -> None:
+def _list_pool_mistakes(spec: JobTables, pool: PoolOptions) -> Iterator[str]:
     if spec.warm_start is not None and spec.warm_start.method == "hogwild":
         if pool.parallel is not None:
-            raise ValueError(
+            yield (
                 'warm_start.method = "hogwild": each rank trains the whole model; expected "sgd", or no table '
                 "[pool.parallel]"
             )
         if pool.backend == "nccl":
-            raise ValueError(
+            yield (
                 'warm_start.method = "hogwild": the ranks share the memory of the host, not that of GPUs; expected '
                 'pool.backend = "gloo", or method = "sgd"'
             )
@@ -210,17 +218,17 @@ def _check_pool(spec: JobTables, pool: PoolOptions) -> None:
                         max_grad_norm=table.max_grad_norm, accumulate=table.accumulate, precision=table.precision
                     )
                 except ValueError as exc:
-                    raise ValueError(f"{name}.{exc}") from exc
+                    yield f"{name}.{exc}"
 
 
-def _check_robust(spec: JobTables, robust: aggregate.Robust) -> None:
+def _list_robust_mistakes(spec: JobTables, robust: aggregate.Robust) -> Iterator[str]:
     if alone := {STALE_SYNCHRONOUS, CYCLIC}.intersection(find_contrary(spec, "robust")):
-        raise ValueError(
+        yield (
             f"robust: it compares the updates of a version, and with {alone.pop()} a version has one; expected no "
             'table [robust], or mode.kind = "buffered"'
         )
     if not spec.aggregation.works_on_mean:
-        raise ValueError(
+        yield (
             f"robust: expected aggregation.rule = {RULES_ON_MEAN}; {name_of(spec.aggregation)} has a mean of its own"
         )
     selection = spec.selection
@@ -228,14 +236,14 @@ def _check_robust(spec: JobTables, robust: aggregate.Robust) -> None:
     if selection.close == "deadline":  # every assigned client may report
         name, most = ("over_selection x goal", selection.target)
     if most > aggregate.MAX_ROBUST_UPDATES:
-        raise ValueError(
+        yield (
             f"selection.{name} = {most}: expected at most {aggregate.MAX_ROBUST_UPDATES} with [robust], which "
             "reads the updates of an attempt side by side"
         )
     try:
         robust.check(selection.minimum)
     except ValueError as exc:
-        raise ValueError(
+        yield (
             f"robust: {exc}: this number may close an attempt, ceil(min_fraction x goal); raise selection.goal or "
             "selection.min_fraction, or lower robust.byzantine"
-        ) from exc
+        )

@@ -87,10 +87,13 @@ def explain(spec: JobTables, part: str, reasons: Mapping[str, str]) -> Iterator[
 
 
 def check(spec: JobTables) -> None:
-    """Raise `ValueError` for the first pair of parts that do not go together."""
+    """Raise `ValueError` with a line for each part that does not go together with one before it."""
+    mistakes: dict[str, str] = {}
     for part, other in itertools.combinations(list_parts(spec), 2):
         if not may_combine(part, other):
-            raise ValueError(f"{other}: it cannot be used with {part}; expected one of them only")
+            mistakes.setdefault(other, f"{other}: it cannot be used with {part}; expected one of them only")
+    if mistakes:
+        raise ValueError("\n".join(mistakes.values()))
 
 
 def _list_changed(spec: JobTables) -> Iterator[str]:

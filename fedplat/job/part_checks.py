@@ -38,38 +38,37 @@ GOSSIP_REASONS: Mapping[str, str] = {
 _FIELDS = ("over_selection", "wait_for", "min_separation", "close")
 
 
-def check_gossip(spec: tables.JobTables, mode: Gossip) -> None:
-    """Raise `ValueError` if a job has a table or key that has no meaning without a server's model."""
-    for mistake in explain(spec, GOSSIP, GOSSIP_REASONS):
-        raise ValueError(mistake)
+def list_gossip_mistakes(spec: tables.JobTables, mode: Gossip) -> Iterator[str]:
+    """Yield a line for each table or key that has no meaning without a server's model."""
+    yield from explain(spec, GOSSIP, GOSSIP_REASONS)
     if spec.aggregation != aggregate.FedAvg():
-        raise ValueError(
+        yield (
             f'aggregation.rule = "{name_of(spec.aggregation)}": silos mix models, and no rule combines updates; '
             'expected no table [aggregation] with mode.kind = "gossip"'
         )
     if (algorithm := spec.config.get("algorithm")) in (drift.FEDDYN, drift.SCAFFOLD):
-        raise ValueError(
+        yield (
             f'config.algorithm = "{algorithm}": its other half is a rule of the server, which has no model; expected '
             'an algorithm of clients alone with mode.kind = "gossip", such as "sgd" or "fedprox"'
         )
-    _check_selection(spec.selection, mode)
-    _check_updates(spec.updates, mode)
-    _check_compression(spec, mode)
+    yield from _list_selection_mistakes(spec.selection, mode)
+    yield from _list_updates_mistakes(spec.updates, mode)
+    yield from _list_compression_mistakes(spec, mode)
 
 
-def _check_selection(selection: sections.Selection, mode: Gossip) -> None:
+def _list_selection_mistakes(selection: sections.Selection, mode: Gossip) -> Iterator[str]:
     default = sections.Selection(goal=selection.goal)
     changed = [name for name in _FIELDS if getattr(selection, name) != getattr(default, name)]
     if selection.sampling != sampling.Uniform():
         changed.append("sampling")
     if changed:
-        raise ValueError(
+        yield (
             f"selection.{changed[0]}: all silos that announce a model take part, and none is drawn; expected only "
             'goal, the number of silos, min_fraction and where with mode.kind = "gossip"'
         )
     least = MIN_RING if mode.exchange == "ring" else 2
     if selection.minimum < least:
-        raise ValueError(
+        yield (
             f"selection.goal = {selection.goal}: ceil(min_fraction x goal) is {selection.minimum}, and "
             + (
                 "from the mean of two models each silo would know the other's"
@@ -80,37 +79,37 @@ def _check_selection(selection: sections.Selection, mode: Gossip) -> None:
         )
 
 
-def _check_updates(updates: sections.Updates, mode: Gossip) -> None:
+def _list_updates_mistakes(updates: sections.Updates, mode: Gossip) -> Iterator[str]:
     if updates != sections.Updates(weighting=updates.weighting):
-        raise ValueError(
+        yield (
             "updates: no one sees updates to clip, refuse or bound them; expected only weighting with "
             'mode.kind = "gossip"'
         )
     if mode.exchange != "ring" and updates.weighting != "uniform":
-        raise ValueError(
+        yield (
             'updates.weighting = "examples": neighbours mix with weights that keep the plain mean; expected "uniform", '
             'or mode.exchange = "ring", whose mean may have weights'
         )
 
 
-def _check_compression(spec: tables.JobTables, mode: Gossip) -> None:
+def _list_compression_mistakes(spec: tables.JobTables, mode: Gossip) -> Iterator[str]:
     uplink = spec.compression.uplink
     if uplink is None:
         if mode.gamma is not None:
-            raise ValueError(f"mode.gamma = {mode.gamma:g}: expected with compression.uplink only; without it, 1")
+            yield f"mode.gamma = {mode.gamma:g}: expected with compression.uplink only; without it, 1"
         return
     if mode.exchange == "ring":
-        raise ValueError(
+        yield (
             "compression.uplink: a ring sends sums under masks, which no codec makes smaller; expected none with "
             'mode.exchange = "ring"'
         )
     if mode.exchange == "push-sum":
-        raise ValueError(
+        yield (
             "compression.uplink: compressed gossip needs links with both directions; expected none with "
             'mode.exchange = "push-sum"'
         )
     if mode.gamma is None:
-        raise ValueError(
+        yield (
             f'compression.uplink.codec = "{name_of(uplink)}": compressed gossip needs a step size; expected '
             'mode.gamma, such as 0.9 for "bf16" and "quantize" with 8 bits, and 0.1 for "topk" of a tenth'
         )
@@ -133,10 +132,10 @@ ELASTIC_REASONS: Mapping[str, str] = {
 _GAINS_LESS = {combinations.DOWNLINK: "the centre would gain less than the clients lose; expected none"}
 
 
-def check_elastic(spec: tables.JobTables) -> None:
-    """Raise `ValueError`, with all mistakes in one message, if exchanges would not conserve x̃ + Σ x_i."""
+def list_elastic_mistakes(spec: tables.JobTables) -> Iterator[str]:
+    """Yield one line with all mistakes if exchanges would not conserve x̃ + Σ x_i."""
     if mistakes := [*combinations.explain(spec, combinations.ELASTIC, ELASTIC_REASONS), *_change_mistakes(spec)]:
-        raise ValueError(f'aggregation.rule = "{EASGD}": ' + "; ".join(mistakes))
+        yield f'aggregation.rule = "{EASGD}": ' + "; ".join(mistakes)
 
 
 def _change_mistakes(spec: tables.JobTables) -> Iterator[str]:
@@ -173,8 +172,8 @@ SECURE_REASONS: Mapping[str, str] = {
 }
 
 
-def check_secure(spec: tables.JobTables, options: SecureAggregation) -> None:
-    """Raise `ValueError`, with all mistakes in one message, if the server would need the updates of single clients."""
+def list_secure_mistakes(spec: tables.JobTables, options: SecureAggregation) -> Iterator[str]:
+    """Yield one line with all mistakes if the server would need the updates of single clients."""
     mistakes = [
         *_secure_updates_mistakes(spec),
         *_policy_mistakes(spec),
@@ -183,7 +182,7 @@ def check_secure(spec: tables.JobTables, options: SecureAggregation) -> None:
         *_privacy_mistakes(spec, options),
     ]
     if mistakes:
-        raise ValueError("secure_aggregation: " + "; ".join(mistakes))
+        yield "secure_aggregation: " + "; ".join(mistakes)
 
 
 def _secure_updates_mistakes(spec: tables.JobTables) -> Iterator[str]:
@@ -258,8 +257,8 @@ PRIVACY_REASONS: Mapping[str, str] = {
 }
 
 
-def check_privacy(spec: tables.JobTables, options: privacy.Privacy) -> None:
-    """Raise `ValueError`, with all mistakes in one message, if the job could not keep its privacy guarantee."""
+def list_privacy_mistakes(spec: tables.JobTables, options: privacy.Privacy) -> Iterator[str]:
+    """Yield one line with all mistakes if the job could not keep its privacy guarantee."""
     mistakes = [
         *_private_updates_mistakes(spec),
         *_other_mistakes(spec),
@@ -268,7 +267,7 @@ def check_privacy(spec: tables.JobTables, options: privacy.Privacy) -> None:
         *_trust_mistakes(spec, options),
     ]
     if mistakes:
-        raise ValueError("privacy: " + "; ".join(mistakes))
+        yield "privacy: " + "; ".join(mistakes)
 
 
 def _private_updates_mistakes(spec: tables.JobTables) -> Iterator[str]:

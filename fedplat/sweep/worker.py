@@ -19,7 +19,7 @@ from msgspec import Struct
 from fedplat import forks
 from fedplat.config import plugins, user_code
 from fedplat.config.decoding import prepare_type
-from fedplat.errors import DataError, FedplatError, JobFileError, PausedError, PluginError, UserCodeError
+from fedplat.errors import USAGE_ERRORS, DataError, FedplatError, PausedError
 from fedplat.simulation import api, run_folder
 from fedplat.simulation.data import Dataset, DataSource, Federation, federation
 from fedplat.simulation.data.sources import SourcePaths
@@ -92,7 +92,6 @@ REPORT_EVERY_S = 0.2
 """The shortest time between two reports of a run's progress."""
 NUM_DATASETS = 2
 """Data sets that a worker keeps in memory."""
-_USAGE_ERRORS = (JobFileError, DataError, UserCodeError, PluginError)
 
 Send = Callable[[WorkerReply], object]
 
@@ -112,7 +111,7 @@ class SweepWorker:
             with user_code.wrap_errors("the training"):
                 self._run(request, send)
         except FedplatError as exc:
-            return FailureReply(text=str(exc), is_usage=isinstance(exc, _USAGE_ERRORS))
+            return FailureReply(text=str(exc), is_usage=isinstance(exc, USAGE_ERRORS))
         return DoneReply()
 
     def _run(self, request: PartRequest, send: Send) -> None:

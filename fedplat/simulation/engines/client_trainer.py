@@ -277,5 +277,5 @@ class VmapEngine(InProcessEngine):
             self._done[each] = LocalResult(update, metrics, state.contents if state.changed else None)
 
 
-def _unsuitable(exc: layout.UnsuitableError) -> errors.EngineError:
-    return errors.EngineError(f'engine = "vmap": {exc}; use "loop" or "processes"')
+def _unsuitable(exc: layout.UnsuitableError) -> errors.UnsuitableEngineError:
+    return errors.UnsuitableEngineError(f'engine = "vmap": {exc}; use "loop" or "processes"')

@@ -16,12 +16,13 @@ import numpy as np
 from typing_extensions import override
 
 from fedplat.config import user_code
-from fedplat.errors import EngineError, FedplatError, ModelError, PluginError, UserCodeError
+from fedplat.errors import ModelError
 from fedplat.model import Parameters, Schema
 from fedplat.simulation.engines import trainers, worker_pool
 from fedplat.simulation.engines.interface import ClientTask, LocalUpdate
 from fedplat.simulation.engines.tasks import (
     NO_UPDATE,
+    SCORING,
     ClientStates,
     ClientTraining,
     Contents,
@@ -85,14 +86,14 @@ class ProcessEngine(FederationEngine):
 
     @override
     def result(self, task: ClientTask) -> LocalUpdate:
-        """Wait for a task. Raises `EngineError` with the worker's error text, or if a worker has died."""
+        """Wait for a task. Raises what the training raised, by `make_error`; `EngineError` if a worker has died."""
         while not self._queue.has_answer(task):
             self._receive()
         request, done = self._queue.fetch(task)
-        if done.failure or task.scores:
+        if done.failure is not None or task.scores:
             self._discard(request)
-        if done.failure:
-            raise make_error(task, done.failure)
+        if done.failure is not None:
+            raise done.failure.error()
         if task.scores:
             return LocalUpdate(NO_UPDATE, num_examples(self._federation, task), done.metrics)
         shared = self._shared
@@ -230,10 +231,10 @@ class ProcessEngine(FederationEngine):
 
 
 def _mean(parts: list[tuple[ScoreRequest, Done]]) -> dict[str, float]:
-    """Average the metrics of parts by their numbers of examples. Raises `EngineError` if a part failed."""
+    """Average the metrics of parts by their numbers of examples. Raises the error of a part that failed."""
     for _, done in parts:
-        if done.failure:
-            raise EngineError(f"the model could not be scored: {done.failure}")
+        if done.failure is not None:
+            raise done.failure.error()
     total = sum(request.stop - request.start for request, _ in parts)
     return {
         name: sum(done.metrics[name] * (request.stop - request.start) for request, done in parts) / total
@@ -268,13 +269,10 @@ class LoopEngine(InProcessEngine):
         self._begun.remove(task)
         try:
             outcome = self._trainer.answer(task, self._states.begin(task) or {})
-        except (EngineError, PluginError, UserCodeError):
-            raise
-        except FedplatError as exc:  # the error names the client, as that of a worker does
-            raise make_error(task, str(exc)) from exc
-        except BaseException:  # of the owner's code: the error names the client and the line
-            with user_code.wrap_errors(describe_task(task)):
+        except BaseException as exc:  # of the owner's code: the error is that of a worker
+            if user_code.is_interrupt(exc):
                 raise
+            raise make_error(describe_task(task), exc) from exc
         finally:
             self._versions.end(task)
         if outcome.contents is not None:
@@ -290,4 +288,9 @@ class LoopEngine(InProcessEngine):
 
     @override
     def evaluate(self, model: Parameters) -> Mapping[str, float]:
-        return self._trainer.evaluate(model)
+        try:
+            return self._trainer.evaluate(model)
+        except BaseException as exc:  # as above
+            if user_code.is_interrupt(exc):
+                raise
+            raise make_error(SCORING, exc) from exc

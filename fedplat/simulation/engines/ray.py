@@ -36,7 +36,6 @@ from fedplat.simulation.engines.tasks import (
     FederationEngine,
     Versions,
     WorkQueue,
-    make_error,
     num_examples,
 )
 
@@ -74,7 +73,7 @@ class Cluster:
         self.num_workers = num_workers or (_cores() if self.is_own else max(1, self._cpus()))
         if not self.is_own and self.num_workers > self._cpus():
             self.leave()
-            raise errors.EngineError(
+            raise errors.UnsuitableEngineError(
                 f'engine = "ray": the cluster has {self._cpus()} cores; expected at least one for each of '
                 f"{self.num_workers} workers. Use fewer workers, or 0 for as many as there are cores"
             )
@@ -217,17 +216,18 @@ class RayEngine(FederationEngine):
 
     @override
     def result(self, task: ClientTask) -> LocalUpdate:
-        """Wait for a task. Raises `EngineError` with the actor's error text, or if an actor was lost."""
+        """Wait for a task. Raises what the training raised, by `make_error`; `EngineError` if an actor was lost."""
         while not self._queue.has_answer(task):
             self._receive()
         answer = self._queue.fetch(task)
-        if answer.update is None:
-            raise make_error(task, answer.failure)
+        if answer.failure is not None:
+            raise answer.failure.error()
         if answer.note is not None:
             self._states.put(task, answer.note)
         if task.scores:
             return LocalUpdate(NO_UPDATE, num_examples(self._federation, task), answer.metrics)
         assert self._schema is not None
+        assert answer.update is not None
         # A copy, because the store's memory is read-only and is freed with the cluster.
         update = Parameters(self._schema, answer.update.copy())
         return LocalUpdate(update, num_examples(self._federation, task), answer.metrics)
@@ -266,8 +266,8 @@ class RayEngine(FederationEngine):
         scores: dict[str, float] = {}
         for number, (size, reference) in enumerate(parts):
             answer = self._answer(reference, number, "while it scored a model")
-            if answer.failure:
-                raise EngineError(f"the model could not be scored: {answer.failure}")
+            if answer.failure is not None:
+                raise answer.failure.error()
             for name, value in answer.metrics.items():
                 scores[name] = scores.get(name, 0.0) + value * size / total
         return scores
@@ -299,7 +299,9 @@ class RayEngine(FederationEngine):
             raise EngineError(f'engine = "ray": an actor could not start: {_last_line(exc)}') from exc
         except TypeError as exc:
             reason = exc.__cause__ or exc  # Ray's own message is a page long
-            raise EngineError(f'engine = "ray": the module or its loss cannot be sent to actors: {reason}') from exc
+            raise errors.UnsuitableEngineError(
+                f'engine = "ray": the module or its loss cannot be sent to actors: {reason}'
+            ) from exc
 
     def _place_test(self, total: int) -> None:
         data = self._federation

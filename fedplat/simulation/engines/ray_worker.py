@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedplat import texts
 from fedplat.learner import ArrayLearner
 from fedplat.model import Bytes, Parameters, Schema
 from fedplat.simulation.data.federation import Array, Federation, Part
 from fedplat.simulation.engines import interface, trainers, worker_pool
 from fedplat.simulation.engines.interface import ClientTask
+from fedplat.simulation.engines.tasks import SCORING, TaskFailure, describe_task
 
 Piece = tuple[Array, Array]
 """Inputs and targets, as they are stored in Ray's object store."""
@@ -26,12 +26,12 @@ Model = tuple[Schema, Bytes]
 
 
 class Answer(NamedTuple):
-    """The reply to a request. `note` is the new client state if it changed; `failure` is the error text, or ""."""
+    """The reply to a request. `note` is the new client state if it changed."""
 
     metrics: dict[str, float]
     update: Bytes | None = None
     note: bytes | None = None
-    failure: str = ""
+    failure: TaskFailure | None = None
 
 
 class RayWorker:
@@ -64,7 +64,7 @@ class RayWorker:
             contents = {} if note is None else worker_pool.unpack_state(note)
             outcome = self._trainer.answer_on(self._examples(piece, span), task, contents)
         except BaseException as exc:  # the process boundary: the engine raises it
-            return _make_failure(exc)
+            return Answer({}, failure=TaskFailure.of(describe_task(task), exc))
         after = None if outcome.contents is None else worker_pool.pack_state(outcome.contents)
         return Answer(dict(outcome.metrics), outcome.update.buffer, after)
 
@@ -74,7 +74,7 @@ class RayWorker:
             examples = self._examples(piece, (0, len(piece[1])))
             return Answer(self._trainer.evaluate_on(examples, self._parameters(model)))
         except BaseException as exc:  # as above
-            return _make_failure(exc)
+            return Answer({}, failure=TaskFailure.of(SCORING, exc))
 
     def retire(self, version: int) -> None:
         """Remove a version, if this actor has loaded it."""
@@ -108,10 +108,6 @@ def make_piece(inputs: Array, targets: Array, as_tensors: bool) -> Piece:
     from fedplat.simulation.engines.client_trainer import to_tensor
 
     return to_tensor(inputs).numpy(), to_tensor(targets).numpy()
-
-
-def _make_failure(exc: BaseException) -> Answer:
-    return Answer({}, failure=texts.describe(exc)[: worker_pool.MAX_FAILURE])
 
 
 _PIECE = 1 << 24

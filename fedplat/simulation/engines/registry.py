@@ -73,9 +73,11 @@ class VmapOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field="na
     """Many clients in each operation."""
 
     def build(self, task: ClientTraining, num_workers: int) -> Engine:
-        """Create the engine. Raises `EngineError` for a learner that is not a PyTorch module."""
+        """Create the engine. Raises `UnsuitableEngineError` for a learner that is not a PyTorch module."""
         if isinstance(task.learner, learner.ArrayLearner):
-            raise errors.EngineError('engine = "vmap": the learner is not a PyTorch module; use "loop" or "processes"')
+            raise errors.UnsuitableEngineError(
+                'engine = "vmap": the learner is not a PyTorch module; use "loop" or "processes"'
+            )
         from fedplat.simulation.engines.client_trainer import VmapEngine
 
         return VmapEngine(task)

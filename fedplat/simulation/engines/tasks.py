@@ -8,9 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from msgspec import Struct
 from typing_extensions import override
 
 from fedplat import errors, model
+from fedplat.config import user_code
 from fedplat.simulation.data.federation import Federation
 from fedplat.simulation.engines.interface import ClientTask, Engine
 
@@ -169,9 +171,42 @@ class InProcessEngine(FederationEngine):
 Answer = TypeVar("Answer")
 
 
-def make_error(task: ClientTask, failure: str) -> errors.EngineError:
-    """Return the error of a task that failed in a worker."""
-    return errors.EngineError(f"{describe_task(task)} failed: {failure}")
+def make_error(action: str, exc: BaseException) -> errors.FedplatError:
+    """Return the error of an action such as `describe_task`, the same in this process and in a worker.
+
+    It is the user's mistake: what an action calls is the learner, on the user's data. An `EngineError` is returned
+    unchanged.
+    """
+    if isinstance(exc, errors.EngineError):
+        return exc
+    if not isinstance(exc, errors.FedplatError):
+        return user_code.make_error(action, exc)
+    kind = next((each for each in errors.USAGE_ERRORS if isinstance(exc, each)), errors.UserCodeError)
+    return kind(f"{action} failed: {exc}")
+
+
+class TaskFailure(Struct, frozen=True, array_like=True):
+    """An error of a worker process, as a message to its parent."""
+
+    kind: str
+    """The name of its class in `fedplat.errors`."""
+    text: str
+
+    @classmethod
+    def of(cls, action: str, exc: BaseException) -> TaskFailure:
+        """Return the failure of an action; its text is cut to what a message can hold."""
+        error = make_error(action, exc)
+        return cls(type(error).__name__, str(error)[:MAX_FAILURE])
+
+    def error(self) -> errors.FedplatError:
+        """Return the error that the parent raises."""
+        return getattr(errors, self.kind)(self.text)
+
+
+SCORING = "the scoring of the model"
+"""The action of a model's evaluation on the central test data."""
+MAX_FAILURE = 1 << 14
+"""The longest error text, in characters."""
 
 
 def describe_task(task: ClientTask) -> str:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
 from fedplat.config import user_code
-from fedplat.errors import EngineError, ModelError
+from fedplat.errors import ModelError, UserCodeError
 from fedplat.learner import ArrayLearner, Config, Data, check_config, config_of_round
 from fedplat.model import Bytes, Parameters, Schema
 from fedplat.randomness import use_seeds
@@ -129,13 +129,13 @@ class InProcessArrays(ArrayTrainer):
 
 def _check_metrics(metrics: object) -> dict[str, float]:
     if not isinstance(metrics, Mapping):
-        raise EngineError(f"the learner returned a {type(metrics).__name__}; expected metrics, a mapping of numbers")
+        raise UserCodeError(f"the learner returned a {type(metrics).__name__}; expected metrics, a mapping of numbers")
     checked: dict[str, float] = {}
     for name, value in cast(Mapping[object, Any], metrics).items():
         try:
             checked[str(name)] = float(value)
         except (TypeError, ValueError) as exc:
-            raise EngineError(f"the learner returned the metric {name!r}, {value!r}; expected a number") from exc
+            raise UserCodeError(f"the learner returned the metric {name!r}, {value!r}; expected a number") from exc
     return checked
 
 

@@ -23,11 +23,12 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from fedplat import errors, texts
+from fedplat import errors
 from fedplat.config import user_code
 from fedplat.model import Bytes, Parameters, Schema
 from fedplat.simulation.engines import interface, trainers
 from fedplat.simulation.engines.interface import ClientTask
+from fedplat.simulation.engines.tasks import SCORING, TaskFailure, describe_task
 
 Serve = Callable[[socket.socket, socket.socket, memoryview], None]
 """The main function of a worker: (request queue, answer socket, the client that it trains in shared memory)."""
@@ -146,16 +147,14 @@ class EngineWorker:
         except BaseException as exc:  # the process boundary: the parent raises it
             if user_code.is_interrupt(exc):
                 raise
-            return Done(request.number, failure=texts.describe(exc)[:MAX_FAILURE])
+            action = SCORING if isinstance(request, ScoreRequest) else describe_task(_read_task(request))
+            return Done(request.number, failure=TaskFailure.of(action, exc))
 
     def _train(self, request: TrainTask) -> Done:
         self._load(request.version, request.base)
         notes, before, note = self._shared.notes, request.before, None
         contents = {} if before is None else unpack_state(notes.read(before.slot, before.size))
-        task = ClientTask(
-            request.client, request.version, request.seed, request.fraction, request.scores, request.round_number
-        )
-        outcome = self._trainer.answer(task, contents, self._shared.updates.array(request.update))
+        outcome = self._trainer.answer(_read_task(request), contents, self._shared.updates.array(request.update))
         if outcome.contents is not None:
             note = StateSlot(request.after, notes.write(request.after, pack_state(outcome.contents)))
         return Done(request.number, dict(outcome.metrics), note)
@@ -173,6 +172,12 @@ class EngineWorker:
     def _score(self, request: ScoreRequest) -> Done:
         model = Parameters(self._shared.schema, self._shared.versions.array(request.base))
         return Done(request.number, self._trainer.evaluate(model, request.start, request.stop))
+
+
+def _read_task(request: TrainTask) -> ClientTask:
+    return ClientTask(
+        request.client, request.version, request.seed, request.fraction, request.scores, request.round_number
+    )
 
 
 def serve_requests(worker: EngineWorker, queue: socket.socket, answers: socket.socket, current: memoryview) -> None:
@@ -204,8 +209,6 @@ IDLE, NO_CLIENT = -1, -2
 
 MAX_BYTES = 1 << 16
 """The largest message, in bytes."""
-MAX_FAILURE = 1 << 14
-"""The longest error text, in characters."""
 
 
 class StateSlot(Struct, frozen=True, array_like=True):
@@ -245,12 +248,12 @@ class ScoreRequest(Struct, frozen=True, tag=True, array_like=True):
 
 
 class Done(Struct, frozen=True, array_like=True):
-    """The reply to a request. `note` is the new client state if it changed; `failure` is the error text, or ""."""
+    """The reply to a request. `note` is the new client state if it changed."""
 
     number: int
     metrics: dict[str, float] = {}
     note: StateSlot | None = None
-    failure: str = ""
+    failure: TaskFailure | None = None
 
 
 encode = msgspec.msgpack.encode

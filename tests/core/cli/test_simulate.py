@@ -138,12 +138,13 @@ def test_a_run_that_cannot_show_what_was_meant_is_reported(here: Path) -> None:
     assert found[1].startswith("warning: config.mu: missing, so it is 0")
 
 
-def test_an_error_of_the_users_own_code_names_its_line(here: Path) -> None:
+@pytest.mark.parametrize("engine", ["loop", "processes"])
+def test_an_error_of_the_users_own_code_names_its_line(engine: str, here: Path) -> None:
     (here / "own.py").write_text("def loss(outputs, targets):\n    raise RuntimeError('no loss today')\n")
     write_digits(here)
-    done = run("digits.toml", "--set", "simulation.model.loss=own:loss", "--no-plots")
+    done = run("digits.toml", "--set", "simulation.model.loss=own:loss", "--engine", engine, "--no-plots")
     assert done.exit_code == 2
-    assert re.search(r"the training of client \d+ raised RuntimeError: no loss today", done.stderr)
+    assert re.search(r"^error: the training of client \d+ raised RuntimeError: no loss today", done.stderr, re.M)
     assert "own.py, line 2)" in done.stderr
 
 

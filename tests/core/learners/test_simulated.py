@@ -213,7 +213,7 @@ class Broken:
             UserCodeError,
             r"Broken.train\(\) raised ZeroDivisionError: .*line",
         ),
-        ({"train": return_three}, [], EngineError, "the learner returned a int; expected metrics"),
+        ({"train": return_three}, [], UserCodeError, "the learner returned a int; expected metrics"),
         ({"train": return_text}, [], FedplatError, "the learner returned the metric 'loss', 'low'"),
         ({}, ["config.partial_work=true"], JobFileError, 'config.partial_work = true: only the learner "torch"'),
         ({}, ['config.dp="flat"'], JobFileError, "config.dp = 'flat': only the learner \"torch\""),

@@ -359,7 +359,7 @@ def test_a_mistake_in_a_worker_is_a_sentence_too() -> None:
     given = make_task()._replace(options=LocalOptions(epochs=1, batch_size=5, learning_rate=0.1, algorithm=Bad()))
     engine = ProcessEngine(given, 1)
     with pytest.raises(
-        EngineError, match=r'client 2 failed: UserCodeError: config.algorithm = "Bad": perturb\(\) raised'
+        UserCodeError, match=r'^the training of client 2 failed: config.algorithm = "Bad": perturb\(\) raised'
     ):
         rounds(engine, given.learner.initial(), [[ClientTask(2, 0, 1)]])
     engine.close()

@@ -218,7 +218,7 @@ def test_warnings_of_flower_reach_the_user(
         "Insufficient replies, skipping Bulyan aggregation: Required at least 15"[:60],
         "Round 1: the strategy Bulyan has aggregated none of 4 replies; the model stays as it was."[:60],
     ]
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "the strategy Bulyan has aggregated no reply in 2 rounds" in done.stderr.splitlines()[-1]
 
 
@@ -270,7 +270,7 @@ def test_a_bad_app_is_one_line(here: Path, name: str) -> None:
 
 def test_a_folder_without_an_app(here: Path) -> None:
     done = run(".")
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert done.stderr.startswith("error: pyproject.toml cannot be read: No such file")
 
 
@@ -279,7 +279,7 @@ def test_an_app_that_waits_for_more_clients_than_there_are(here: Path, monkeypat
     monkeypatch.setattr("fedplat.simulation.federated.flower.MAX_ASKED", 2)
     write_app(here / "app")
     done = run("app", "--workers", "1", "--num-clients", "1")
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "waits for more clients than there are (1)" in done.stderr.splitlines()[-1]
 
 
@@ -314,6 +314,9 @@ def test_the_tables_of_the_file_apply(here: Path) -> None:
     assert done.result.status == "FAILED"
     assert len(sets) == 3  # retry.max_attempts
     assert "flower.max_reply_mb allows 104" in sets[0].failures[0]
+    shown = run("app", "--output", "shown")
+    assert shown.exit_code == 1
+    assert shown.stderr.count("allows 104") == 4, "each of 3 attempts and the end say it once"
 
 
 def test_a_client_app_may_start_processes(here: Path) -> None:

@@ -11,12 +11,19 @@ from collections.abc import Generator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
+from typing_extensions import override
 
-from fedplat.errors import EngineError
+from fedplat.errors import DataError, EngineError, FedplatError, UserCodeError
+from fedplat.learner import Config, Data
+from fedplat.model import Parameters
+from fedplat.simulation.data.federation import Federation
 from fedplat.simulation.engines.interface import ClientTask
 from fedplat.simulation.engines.processes import LoopEngine, ProcessEngine
+from fedplat.simulation.engines.tasks import ClientTraining
+from support.learners import Centroids
 from support.simulation.failing_tasks import Failing, Stuck
 from support.simulation.tasks import rounds, task
 
@@ -54,16 +61,54 @@ def test_a_killed_worker_ends_the_training_with_words(engines: list[ProcessEngin
         engine.result(works[1])
 
 
-def test_what_training_raises_is_told_in_its_words_and_the_worker_continues(engines: list[ProcessEngine]) -> None:
+def test_what_training_raises_names_the_client_and_the_line_and_the_worker_continues(
+    engines: list[ProcessEngine],
+) -> None:
     given = task(Failing, sizes=(1, 20))
-    engine = ProcessEngine(given, 1)
+    engine, loop = ProcessEngine(given, 1), LoopEngine(given)
     engines.append(engine)
-    engine.publish(0, given.learner.initial())
     works = [ClientTask(0, 0, 0), ClientTask(1, 0, 0)]
-    engine.begin(works)
-    with pytest.raises(EngineError, match="client 0 failed: ArithmeticError: one example is not enough"):
-        engine.result(works[0])
-    assert engine.result(works[1]).num_examples == 20
+    said: list[str] = []
+    for each in (engine, loop):
+        each.publish(0, given.learner.initial())
+        each.begin(works)
+        sentence = r"client 0 raised ArithmeticError: one example is not enough \(.*failing_tasks.py, line \d+\)$"
+        with pytest.raises(UserCodeError, match=sentence) as caught:
+            each.result(works[0])
+        said.append(str(caught.value))
+        assert each.result(works[1]).num_examples == 20
+    assert said[0] == said[1], "a mistake of the user has one error in all engines"
+
+
+@pytest.mark.parametrize("failing", ["train", "evaluate"])
+def test_a_mistake_of_the_user_has_one_error_in_all_engines(engines: list[ProcessEngine], failing: str) -> None:
+    class Broken(Centroids, frozen=True):
+        @override
+        def train(self, parameters: Parameters, data: Data, config: Config, seed: int) -> dict[str, float]:
+            raise DataError("the input of example 3 is NaN")
+
+        @override
+        def evaluate(self, parameters: Parameters, data: Data) -> dict[str, float]:
+            raise KeyError("epochs")
+
+    rows = np.zeros((8, 4), np.float32), np.zeros(8, np.int64)
+    given = ClientTraining(Federation(*rows, [np.arange(8)], *rows), Broken(features=4, classes=3), {})
+    found: list[tuple[type[Exception], str]] = []
+    for engine in (ProcessEngine(given, 1), LoopEngine(given)):
+        if isinstance(engine, ProcessEngine):
+            engines.append(engine)
+        model, work = given.learner.initial(0), ClientTask(0, 0, 0)
+        engine.publish(0, model)
+        engine.begin([work])
+        with pytest.raises(FedplatError) as caught:
+            engine.result(work) if failing == "train" else engine.evaluate(model)
+        found.append((type(caught.value), str(caught.value)))
+    assert found[0] == found[1]
+    if failing == "train":
+        assert found[0] == (DataError, "the training of client 0 failed: the input of example 3 is NaN")
+    else:
+        assert found[0][0] is UserCodeError
+        assert "the scoring of the model failed: Broken.evaluate() raised KeyError: 'epochs' (" in found[0][1]
 
 
 def test_updates_keep_their_values_while_they_are_referenced(engines: list[ProcessEngine]) -> None:

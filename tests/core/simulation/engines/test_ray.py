@@ -16,7 +16,7 @@ import psutil
 import pytest
 from torch import nn
 
-from fedplat.errors import EngineError, MissingExtraError
+from fedplat.errors import EngineError, MissingExtraError, UserCodeError
 from fedplat.pytorch.training import Learner
 from fedplat.simulation.engines.client_trainer import ClientTraining
 from fedplat.simulation.engines.interface import ClientTask
@@ -69,13 +69,15 @@ def test_a_lost_actor_ends_the_training_with_words(make_ray: MakeRay) -> None:
 
 @pytest.mark.slow
 @RAY
-def test_what_training_raises_is_told_in_its_words_and_the_actor_continues(make_ray: MakeRay) -> None:
+def test_what_training_raises_names_the_client_and_the_line_and_the_actor_continues(make_ray: MakeRay) -> None:
     given = task(Failing, sizes=(1, 20))
     engine = make_ray(given, 1)
     engine.publish(0, given.learner.initial())
     works = [ClientTask(0, 0, 0), ClientTask(1, 0, 0)]
     engine.begin(works)
-    with pytest.raises(EngineError, match="client 0 failed: ArithmeticError: one example is not enough"):
+    with pytest.raises(
+        UserCodeError, match=r"client 0 raised ArithmeticError: one .* \(.*failing_tasks.py, line \d+\)$"
+    ):
         engine.result(works[0])
     assert engine.result(works[1]).num_examples == 20
 
