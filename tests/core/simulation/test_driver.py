@@ -12,6 +12,7 @@ import pytest
 from fedplat.model import Parameters
 from fedplat.rounds import Proposal
 from fedplat.rounds.commands import Assign
+from fedplat.simulation.clients import idle
 from fedplat.simulation.engines.interface import ClientTask, LocalUpdate
 from fedplat.simulation.federated import training
 from fedplat.simulation.federated.interface import UpdateRetention
@@ -44,6 +45,12 @@ def test_equal_simulations_give_equal_results() -> None:
     one, two, other = schedule(), schedule(), schedule(seed=2)
     assert one.to_dict(clients=True) == two.to_dict(clients=True)
     assert one.to_dict() != other.to_dict()
+
+
+def test_check_ins_that_are_not_kept_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = schedule().to_dict(clients=True)
+    monkeypatch.setattr(idle, "_KEPT_CHECK_INS", 2)
+    assert schedule().to_dict(clients=True) == expected
 
 
 def test_counts_add_up() -> None:
