@@ -301,9 +301,10 @@ def identity(**options: Unpack[_IdentityOptions]) -> None:
     }
     try:
         client = _open_client(options, arguments)
+    except (ValueError, TicketError, errors.DataDirectoryError) as exc:
+        raise _UsageError(log.make_printable(str(exc))) from exc
+    try:
         key = client.load_public_key()
-    except (ValueError, TicketError) as exc:
-        raise _UsageError(str(exc)) from exc
     except errors.DataDirectoryError as exc:
         raise click.ClickException(log.make_printable(str(exc))) from exc
     click.echo(key)
@@ -382,7 +383,7 @@ def _create_flower_client(options: _FlowerOptions) -> Client:
     from fedplat.flower.app import read_app, read_settings
     from fedplat.flower.identity import node_id
 
-    labels = dict(_parse_label(text) for text in options["labels"])
+    labels = _parse_labels(options["labels"])
     try:
         app = read_app(options["app_dir"]).with_run_config(options["run_config"])
         given = (f"{name.replace('_', '-')}={labels[name]}" for name in _PARTITION_LABELS if name in labels)
@@ -406,7 +407,7 @@ def _read_arguments(options: _ClientCommandOptions) -> _ClientArguments:
     names = {each.name for each in dataclasses.fields(ClientOptions)}
     named: dict[str, Any] = {name: value for name, value in options.items() if name in names}
     return {
-        "labels": dict(_parse_label(text) for text in options["labels"]),
+        "labels": _parse_labels(options["labels"]),
         "data_dir": options["data_dir"],
         "options": ClientOptions(cache_limit_bytes=options["cache_limit"], **named),
         "plugins": loaded_plugins.parse_plugins(options["plugins"]),
@@ -429,6 +430,14 @@ def _open_client(options: _IdentityOptions, given: _ClientArguments) -> Client:
     if server or population:
         raise _UsageError("--server and --population must be used together; a ticket contains both")
     return Client.from_ticket(**given)
+
+
+def _parse_labels(items: Sequence[str]) -> dict[str, str]:
+    labels: dict[str, str] = {}
+    for key, value in map(_parse_label, items):
+        if labels.setdefault(key, value) != value:
+            raise _UsageError(f"--label {key} has the values {labels[key]!r} and {value!r}; expected one of them")
+    return labels
 
 
 def _parse_label(text: str) -> tuple[str, str]:

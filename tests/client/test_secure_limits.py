@@ -373,7 +373,7 @@ def test_the_command_shows_the_key_that_other_silos_trust(fleet: FakeFleet, tmp_
     """Before the first start, while the client runs, and after that."""
     given = ["identity", "--data-dir", str(tmp_path / "data")]
     without = CliRunner().invoke(main, given)
-    assert (without.exit_code, without.stderr.count("\n")) == (1, 1)
+    assert (without.exit_code, without.stderr.count("\n")) == (2, 1)
     assert "has no identity" in without.stderr
     created = CliRunner().invoke(main, given, env={"FEDPLAT_TICKET": fleet.ticket.to_text()})
     assert created.exit_code == 0, created.output

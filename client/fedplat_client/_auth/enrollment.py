@@ -157,6 +157,10 @@ def find_ticket(text: str | None = None, file: Path | None = None) -> Ticket | N
         file = Path(name) if name and text is None else None
     if file is not None:
         text = _read(file)
+        try:
+            return Ticket.from_text(text)
+        except TicketError as exc:
+            raise TicketError(f"the ticket file {file}: {exc}") from exc
     return Ticket.from_text(text) if text is not None else None
 
 
