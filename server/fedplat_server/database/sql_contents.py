@@ -23,8 +23,12 @@ from fedplat_server.database.rows import Values
 from fedplat_server.database.tables import blob_contents, update_contents
 
 MAX_BYTES = 16 * 2**10
-"""Maximum size of an update or a blob that is a row. The write-ahead log and the database both receive a row, and
-larger ones cost more CPU than a file with its syncs."""
+"""Maximum size of an update or a blob that is a row.
+
+CPU for one that is added and removed, in transactions of 1 to 16 of them: 14 to 71 us for 4 KiB, 49 to 106 us for 16,
+163 to 385 us for 64. A file that is synced with its folder and unlinked takes 130 to 190 us, whatever its size, and two
+syncs. The write-ahead log and the database both receive a row, which also fills a backup; so no more than pays off.
+"""
 BATCH = 100
 """Number of rows that are read or removed by one query."""
 _U = update_contents.c

@@ -381,7 +381,10 @@ class Caller:
             try:
                 return await question(self._site)
             except aio.AioRpcError as exc:
-                if exc.code() not in _AGAIN:
+                # A leader that was suspended may find that the next one has removed the file of an upload; `on_log`
+                # finds all other errors that are internal.
+                is_expected = exc.code() is grpc.StatusCode.INTERNAL and len(self._world.servers) > 1
+                if exc.code() not in _AGAIN and not is_expected:
                     raise
                 if exc.code() is not grpc.StatusCode.UNAVAILABLE or rng.random() < 0.5:
                     self._site = None
