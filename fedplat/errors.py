@@ -164,7 +164,6 @@ USAGE_ERRORS = (
     UserCodeError,
     PluginError,
     FlowerError,
-    ModelError,
     DataError,
     ReplayError,
     UnsuitableEngineError,

@@ -5,7 +5,6 @@ Only the command requires typer, rich and platformdirs; the module `job_files` d
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import signal
@@ -14,8 +13,8 @@ from types import FrameType
 from typing import NoReturn
 
 from fedplat import forks
+from fedplat.command_output import checked_output
 
-_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
 _INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -57,10 +56,8 @@ def _run() -> None:
     try:
         from fedplat.cli.app import app
 
-        try:
+        with checked_output("error"):
             app(prog_name="fedplat")
-        finally:
-            sys.stdout.flush()
     except ModuleNotFoundError as exc:
         missing = (exc.name or "").partition(".")[0]
         if missing not in ("typer", "rich"):
@@ -69,10 +66,3 @@ def _run() -> None:
 
         sys.stderr.write(f"error: the command fedplat needs {missing}; install it with: {install_command('cli')}\n")
         sys.exit(2)
-    except OSError as exc:
-        if exc.errno not in _UNWRITABLE or exc.filename is not None:
-            raise
-        if exc.errno != errno.EPIPE:  # else the reader has seen enough
-            sys.stderr.write(f"error: the output cannot be written: {exc.strerror}\n")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more
-        sys.exit(1)

@@ -20,7 +20,8 @@ from fedplat_server.auth import pki_folder
 from fedplat_server.auth.tls import load, utc_now
 from fedplat_server.cli import commands, init, main
 from fedplat_server.cli.options import database_url, with_store
-from fedplat_server.config import ServerConfig, is_postgres
+from fedplat_server.config import ServerConfig, TlsFiles, is_postgres
+from fedplat_server.errors import ConfigError
 from fedplat_server.records.audit import AuditRow, OperatorRecord, hash_token
 
 COMMAND = str(Path(sys.executable).parent / "fedplat-server")
@@ -259,7 +260,7 @@ def test_an_operator_whose_profile_cannot_be_written_is_not_made(run: Run, data:
     run("init")
     (tmp_path / "file").write_text("")
     where = str(tmp_path / "file" / "ben.toml")
-    assert "cannot be written" in line_of(run("operator", "add", "ben", "--role", "viewer", "--out", where), 1)
+    assert "cannot be written" in line_of(run("operator", "add", "ben", "--role", "viewer", "--out", where), 2)
     taken = tmp_path / "taken.toml"
     taken.write_text("")
     assert "exists already" in line_of(run("operator", "add", "ben", "--role", "viewer", "--out", str(taken)), 2)
@@ -361,3 +362,36 @@ def test_wrong_arguments_for_certificates(run: Run, data: Path) -> None:
     assert "the certificate authority" in line_of(run("certificates", "renew"), 2)
     after = files_of(data)
     assert {name for name in before if before[name] != after[name]} == {"pki/ca.key"}
+
+
+def test_wrong_paths_and_names_are_one_sentence_and_leave_nothing(run: Run, data: Path, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("no certificate")
+    assert run("init", "--host", "not a host")[0::2] == (
+        2,
+        "fedplat-server: --host 'not a host': expected a host name or an address, without a port\n",
+    )
+    assert not data.exists()
+    own = ["--tls-certificate", str(file), "--tls-key", str(file)]
+    for option in ("--blobs", "--spool"):
+        code, _, err = run("run", "--listen", "127.0.0.1:0", *own, option, str(file))
+        assert (code, err) == (2, f"fedplat-server: {option} {file} is a file; expected a folder\n")
+    with pytest.raises(
+        ConfigError, match=f"^{file} holds no certificates in PEM; expected -----BEGIN CERTIFICATE-----"
+    ):
+        load(TlsFiles(file, file, None, renewal=""), utc_now())
+    shutil.rmtree(data, ignore_errors=True)
+    data.touch()
+    assert run("init")[0::2] == (
+        2,
+        f"fedplat-server: the data folder {data} cannot be made: File exists; choose another folder with --data-dir\n",
+    )
+
+
+def test_an_output_that_cannot_be_written_gives_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([COMMAND, "metrics", "rules"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "fedplat-server: the output cannot be written: No space left on device\n",
+    )

@@ -12,6 +12,7 @@ import datetime
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import grpc
@@ -46,6 +47,13 @@ class LoadedCertificate:
         return grpc.ssl_server_certificate_configuration([(self.key, self.certificate)], root_certificates=self.ca)
 
 
+def _read_chain(path: Path, content: bytes) -> list[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(content)
+    except ValueError as exc:
+        raise ConfigError(f"{path} holds no certificates in PEM; expected -----BEGIN CERTIFICATE-----") from exc
+
+
 def load(files: config.TlsFiles, now: datetime.datetime) -> LoadedCertificate:
     """Read and check the files. Raises `ConfigError` if they are unreadable, expired or do not match each other."""
     try:
@@ -53,12 +61,9 @@ def load(files: config.TlsFiles, now: datetime.datetime) -> LoadedCertificate:
         ca = files.ca.read_bytes() if files.ca is not None else None
     except OSError as exc:
         raise ConfigError(f"the server's certificates cannot be read: {exc.filename}: {exc.strerror}") from exc
-    try:
-        chain = x509.load_pem_x509_certificates(certificate)
-        if ca is not None:
-            x509.load_pem_x509_certificates(ca)
-    except ValueError as exc:
-        raise ConfigError(f"{files.certificate} or {files.ca} holds no certificates in PEM: {exc}") from exc
+    chain = _read_chain(files.certificate, certificate)
+    if files.ca is not None and ca is not None:
+        _read_chain(files.ca, ca)
     try:
         private = serialization.load_pem_private_key(key, password=None)
     except (ValueError, TypeError) as exc:  # its text may quote the key

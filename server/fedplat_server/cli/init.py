@@ -57,6 +57,7 @@ def init(
 
     Safe to repeat: what exists is kept.
     """
+    pki_folder.all_hosts(host or [])  # raises before anything is made
     url = database_url(data_dir, database)
     check_database(data_dir, url)
     protect(data_dir, url)

@@ -7,6 +7,7 @@ import signal
 import sys
 from types import FrameType
 
+from fedplat.command_output import checked_output
 from fedplat_server.storage.data_dir import PRIVATE_UMASK
 
 
@@ -21,7 +22,8 @@ def main() -> None:
     # The first process of a container would ignore SIGTERM until the daemon has installed its handler.
     signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
-        sys.exit(_run())
+        with checked_output("fedplat-server"):
+            sys.exit(_run())
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -31,7 +33,7 @@ def _exit_on_signal(number: int, _: FrameType | None) -> None:
 
 
 def _run() -> int:
-    from fedplat.errors import FedplatError
+    from fedplat.errors import USAGE_ERRORS, FedplatError
     from fedplat_server.cli.commands import app
     from fedplat_server.errors import ConfigError
 
@@ -39,5 +41,5 @@ def _run() -> int:
         app(prog_name="fedplat-server")
     except FedplatError as exc:
         print(f"fedplat-server: {exc}", file=sys.stderr)
-        return 2 if isinstance(exc, ConfigError) else 1
+        return 2 if isinstance(exc, (ConfigError, *USAGE_ERRORS)) else 1
     return 0

@@ -189,9 +189,16 @@ def _check_text(path: str, option: str) -> str:
     return path
 
 
+def _check_folder(path: str, option: str) -> str:
+    """Return an absolute path. Raises `ConfigError` if it is a file, or no text."""
+    if Path(path).exists() and not Path(path).is_dir():
+        raise ConfigError(f"{option} {path} is a file; expected a folder")
+    return _check_text(str(Path(path).resolve()), option)
+
+
 def blob_place(data_dir: Path, blobs: str, cache_mib: int = DEFAULT_CACHE_BYTES >> 20) -> blob_stores.BlobPlace:
     """Return where models are. Raises `ConfigError` if the URL cannot be used."""
-    url = blobs if not blobs or "://" in blobs else _check_text(str(Path(blobs).resolve()), "--blobs")
+    url = blobs if not blobs or "://" in blobs else _check_folder(blobs, "--blobs")
     place = blob_stores.BlobPlace(data_dir.resolve(), url, cache_mib << 20)
     place.check()
     return place
@@ -210,7 +217,7 @@ def parse_spool(spool: str) -> str:
             return ObjectStore(spool).url  # checks the URL and the installed packages; the leader connects
         except ConfigError as exc:
             raise ConfigError(f"--spool: {exc}") from exc
-    return _check_text(str(Path(spool).resolve()), "--spool") if spool else ""
+    return _check_folder(spool, "--spool") if spool else ""
 
 
 def parse_host(address: str, option: str) -> str:

@@ -27,7 +27,9 @@ def make(folder: Path) -> None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as exc:
-        raise ConfigError(f"the data folder {folder} cannot be made: {exc.strerror}") from exc
+        raise ConfigError(
+            f"the data folder {folder} cannot be made: {exc.strerror}; choose another folder with --data-dir"
+        ) from exc
 
 
 def protect(folder: Path, database: Path | None = None) -> list[str]:

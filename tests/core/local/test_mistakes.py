@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedplat.errors import ModelError
+from fedplat.errors import ModelError, UserCodeError
 from fedplat.job import Selection
 from fedplat.pytorch.server import ServerTrainer
 from fedplat.pytorch.training import Learner, LocalOptions, LocalTraining, TensorExamples, Trainee, train
@@ -64,7 +64,9 @@ def test_a_client_with_a_single_example_is_named(engine: Any) -> None:
     parts = [np.arange(1, 20), np.arange(0, 1)]
     data = Federation(INPUTS.numpy(), LABELS.numpy(), parts, INPUTS.numpy()[:0], LABELS.numpy()[:0])
     job = make_job(None, rounds=1, selection=Selection(goal=2, over_selection=1.0), config=CONFIG)
-    with pytest.raises(ModelError, match=r"training of client 1 failed: .*a single example.*at least 2.*min_examples"):
+    with pytest.raises(
+        UserCodeError, match=r"training of client 1 failed: .*a single example.*at least 2.*min_examples"
+    ):
         simulate(job, SimulationOptions(engine=engine), data=data, learner=Learner(model=normed), progress=False)
 
 

@@ -1,0 +1,32 @@
+"""What all commands do if their output cannot be written."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+from collections.abc import Generator
+
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
+
+
+@contextlib.contextmanager
+def checked_output(prefix: str) -> Generator[None]:
+    """Flush stdout at the end of the block; end the process with one line on stderr if stdout cannot be written.
+
+    The line begins with `prefix`, and the exit status is 1. There is no line if the reader has closed the pipe.
+    """
+    try:
+        try:
+            yield
+        finally:
+            if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison] -- the caller has closed it
+                sys.stdout.flush()
+    except OSError as exc:
+        if exc.errno not in _UNWRITABLE or exc.filename is not None:
+            raise
+        if exc.errno != errno.EPIPE:  # else the reader has seen enough
+            sys.stderr.write(f"{prefix}: the output cannot be written: {exc.strerror}\n")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more
+        sys.exit(1)
