@@ -77,6 +77,8 @@ class Spool:
         self, folder: Path, in_memory: Callable[[str], bool] = lambda _: False, backend: SpoolBackend | None = None
     ) -> None:
         self.folder = folder
+        self.stores_row: Callable[[AssignmentId, int], bool] = lambda key, size_bytes: False
+        """Whether the server stores an update of a size as a row. Not if other processes read it, by its path."""
         self._in_memory = in_memory
         self._backend = backend or FolderBackend()
         self._lock = threading.Lock()  # taken before the lock of a file, never after
@@ -185,19 +187,25 @@ class Spool:
             return resume_upload(file, size_bytes, offset, self._writers)
 
     def hold_row(self, key: AssignmentId, digest: str, content: bytes) -> bool:
-        """Keep a complete update in memory until it is a row; return whether there is room. Replaces parts of it.
+        """Keep a complete update in memory until it is a row; return False if it needs a file. Replaces parts of it.
 
-        Not for updates that other processes read, by their path. Raises `UploadError` if the assignment has ended, or
-        if an update with another digest was sealed for it.
+        Raises `UploadError` if the assignment has ended, or if an update with another digest was sealed for it.
         """
+        if not (self._backend.takes_rows and self.stores_row(key, len(content))):
+            return False
         with self._lock, files.translate_os_errors("opening an upload", "updates"):
-            if not self._backend.takes_rows or not self._has_room():
+            if not self._is_needed(key):
+                raise UploadError("the assignment has ended")
+            earlier = self._files.get(key)
+            if isinstance(earlier, RowFile) and earlier.digest == digest:
+                return True
+            if earlier is not None and earlier.sealed and earlier.digest != digest:
+                raise UploadError(f"the update {earlier.digest} was reported for this assignment already")
+            if not self._has_room():
                 return False
-            earlier = self._check_replaceable(key, digest)
-            if not isinstance(earlier, RowFile):
-                row = RowFile(digest, content)
-                self._remove(key)
-                self._files[key] = self._rows[key] = row
+            row = RowFile(digest, content)
+            self._remove(key)
+            self._files[key] = self._rows[key] = row
             return True
 
     def find_row(self, key: AssignmentId, digest: str) -> bytes | None:
@@ -416,8 +424,13 @@ class Spool:
 
     def _replace(self, key: AssignmentId, digest: str) -> SpoolFile:
         with self._lock, files.translate_os_errors("opening an upload", "updates"):
-            if (earlier := self._check_replaceable(key, digest)) is not None:
+            if not self._is_needed(key):
+                raise UploadError("the assignment has ended")
+            earlier = self._files.get(key)
+            if earlier is not None and earlier.digest == digest:
                 return earlier  # a concurrent call has just created it
+            if earlier is not None and earlier.sealed:
+                raise UploadError(f"the update {earlier.digest} was reported for this assignment already")
             self._remove(key)
             if self._in_memory(key.attempt.job_id):
                 file = MemoryFile(digest)
@@ -426,20 +439,6 @@ class Spool:
                 file = SpoolFile(spool_path_of(self.folder, key, digest), digest)
             self._files[key] = file
             return file
-
-    def _check_replaceable(self, key: AssignmentId, digest: str) -> SpoolFile | None:
-        """Return the file that an upload already has. Raises `UploadError` if there must be none.
-
-        The caller holds the lock.
-        """
-        if not self._is_needed(key):
-            raise UploadError("the assignment has ended")
-        earlier = self._files.get(key)
-        if earlier is not None and earlier.digest == digest:
-            return earlier
-        if earlier is not None and earlier.sealed:
-            raise UploadError(f"the update {earlier.digest} was reported for this assignment already")
-        return None
 
     def _make_folder(self, folder: Path) -> None:
         if folder.exists():
