@@ -62,6 +62,11 @@ def uploads(tmp_path: Path) -> Spool:
     return spool
 
 
+def take_rows(uploads: Spool) -> None:
+    """Small updates may be rows of the database."""
+    uploads.stores_row = lambda key, size_bytes: size_bytes <= len(DATA)
+
+
 def fill(uploads: Spool, key: AssignmentId = KEY, data: bytes = DATA) -> Path:
     digest = hashlib.sha256(data).hexdigest()
     upload = uploads.open(key, digest, len(data), uploads.count_received(key, digest))
@@ -76,6 +81,7 @@ def fill(uploads: Spool, key: AssignmentId = KEY, data: bytes = DATA) -> Path:
 
 
 def test_a_row_is_in_memory_until_its_assignment_ends(uploads: Spool, disk: Disk) -> None:
+    take_rows(uploads)
     assert uploads.hold_row(KEY, DIGEST, DATA)
     assert uploads.hold_row(KEY, DIGEST, DATA)  # a duplicate report
     path = uploads.complete(KEY, DIGEST)
@@ -88,11 +94,13 @@ def test_a_row_is_in_memory_until_its_assignment_ends(uploads: Spool, disk: Disk
     assert (disk.synced, list(uploads.folder.iterdir())) == ([], [])
     uploads.discard(KEY)
     assert uploads.find_row(KEY, DIGEST) is None
+    assert not uploads.hold_row(OTHER_CLIENT, OTHER, DATA + b"too large")
     with pytest.raises(UploadError, match="has ended"):
         uploads.hold_row(KEY._replace(client_id="gone"), DIGEST, DATA)
 
 
 def test_a_row_replaces_a_part_of_the_update_and_an_update_that_was_never_reported(uploads: Spool) -> None:
+    take_rows(uploads)
     upload = uploads.open(KEY, DIGEST, len(DATA), 0)
     upload.write(DATA[:9])
     assert uploads.hold_row(KEY, DIGEST, DATA)
@@ -110,6 +118,7 @@ def test_rows_beyond_the_number_are_files(tmp_path: Path, disk: Disk, monkeypatc
     monkeypatch.setattr(spool, "MAX_ROWS", 1)
     uploads = Spool(tmp_path)
     uploads.expect([KEY, OTHER_CLIENT, EARLIER, LATER])
+    take_rows(uploads)
     assert uploads.hold_row(KEY, DIGEST, DATA)
     assert not uploads.hold_row(OTHER_CLIENT, DIGEST, DATA)
     uploads.restore_rows({EARLIER: (DIGEST, DATA), LATER: (OTHER, b"damaged")})
@@ -123,6 +132,7 @@ def test_rows_beyond_the_number_are_files(tmp_path: Path, disk: Disk, monkeypatc
 def test_a_restored_row_replaces_a_damaged_file(tmp_path: Path) -> None:
     before = Spool(tmp_path)
     before.expect([KEY])
+    take_rows(before)
     before.hold_row(KEY, DIGEST, DATA)
     before.hand_over()
     path = spool_path_of(tmp_path, KEY, DIGEST)
@@ -140,8 +150,9 @@ def test_a_restored_row_replaces_a_damaged_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("again", [REPORT, fleet_pb2.ReportRequest(digest=DIGEST)])
 def test_a_report_in_a_row_comes_with_its_bytes(uploads: Spool, again: fleet_pb2.ReportRequest) -> None:
     """Also if its first report was not stored, and the second one names the digest only."""
-    receive_update(uploads, KEY, REPORT, lambda _: 2.0, as_row=True)
-    received = receive_update(uploads, KEY, again, lambda _: 2.0, as_row=True)
+    take_rows(uploads)
+    receive_update(uploads, KEY, REPORT, lambda _: 2.0)
+    received = receive_update(uploads, KEY, again, lambda _: 2.0)
     assert received == ReceivedUpdate(len(DATA), 2.0, DATA)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from fedplat.config.loaded_plugins import describe_versions
-from fedplat.rounds import Coordinator, JobState, selection
+from fedplat.rounds import AssignmentId, Coordinator, JobState, selection
 from fedplat_server import logs
 from fedplat_server.aggregation import secure_attempts, service
 from fedplat_server.aggregation.backend import AggregationBackend
@@ -193,6 +193,10 @@ async def _make_production(
     def stores_rows(job: JobState) -> bool:
         return halves.training_of(job.spec).stores_rows(job)
 
+    def stores_row(key: AssignmentId, size_bytes: int) -> bool:
+        return size_bytes <= sql_contents.MAX_BYTES and stores_rows(coordination.jobs.state(key.attempt.job_id))
+
+    files.spool.stores_row = stores_row
     aggregation = service.Aggregation(
         files.blobs,
         files.spool,

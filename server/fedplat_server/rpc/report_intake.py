@@ -23,7 +23,6 @@ from fedplat.wire.v1 import fleet_pb2
 from fedplat_server import config, errors, logs
 from fedplat_server.auth.rate_limits import Quotas
 from fedplat_server.coordination.runner import Runner
-from fedplat_server.database import sql_contents
 from fedplat_server.database.sql_contents import NO_CONTENTS, SmallContents
 from fedplat_server.messages import streams, validation
 from fedplat_server.messages.streams import UploadMemory
@@ -148,12 +147,11 @@ class ReportIntake:
         job = self.finder.job_of(assignment)
         try:
             async with self.blobs.local(job.latest.digest) as (base,):
-                half = self._half_of(assignment)
-                validate = await half.validator(job, assignment, base)
-                as_row = len(request.update) <= sql_contents.MAX_BYTES and half.stores_rows(job)
-                receive = functools.partial(receive_update, validate=validate, as_row=as_row)
+                validate = await self._half_of(assignment).validator(job, assignment, base)
                 # One thread call for all steps: for a small update, switching threads costs more than the work.
-                return await self.spool.run_in_thread(assignment.id, receive, self.spool, assignment.id, request)
+                return await self.spool.run_in_thread(
+                    assignment.id, receive_update, self.spool, assignment.id, request, validate
+                )
         except (errors.BlobFullError, errors.BlobUnavailableError):
             # It is sent again because of the server: an outage must not exhaust the client's quota.
             self.quotas.refund(assignment.client_id, assignment.key, len(request.update))
@@ -224,21 +222,20 @@ class ReportIntake:
 
 
 def receive_update(
-    spool: Spool, key: AssignmentId, report: fleet_pb2.ReportRequest, validate: Validate, *, as_row: bool = False
+    spool: Spool, key: AssignmentId, report: fleet_pb2.ReportRequest, validate: Validate
 ) -> ReceivedUpdate | Verdict:
     """Validate the update of a report and make it durable; return its size and norm, or its refusal. Blocks.
 
-    The digest and the `upload_id` of the report are valid. `as_row`: an update inside the report may be a row, which
-    the caller stores with the report. Raises `RefusedError` if the update is missing or could not be stored,
-    `BlobFullError` if the disk or the store is full, `BlobUnavailableError` if the store does not answer, `SpoolError`
-    if the attempt cannot continue.
+    The digest and the `upload_id` of the report are valid. Raises `RefusedError` if the update is missing or could not
+    be stored, `BlobFullError` if the disk or the store is full, `BlobUnavailableError` if the store does not answer,
+    `SpoolError` if the attempt cannot continue.
     """
     digest, update = report.digest, report.update
     if update:
         if hashlib.sha256(update).hexdigest() != digest:
             return Verdict(states.Reason.REJECTED_DIGEST)
         try:
-            _write(spool, key, digest, update, as_row=as_row)
+            _write(spool, key, digest, update)
         except errors.UploadError as exc:  # a duplicate report, or a broken upload, is still writing
             raise errors.RefusedError(errors.Code.UPLOAD_INCOMPLETE, f"{exc}; report again") from exc
     path = spool.complete(key, digest, report.upload_id)
@@ -269,8 +266,8 @@ def _persist(spool: Spool, key: AssignmentId, digest: str) -> int:
         ) from exc
 
 
-def _write(spool: Spool, key: AssignmentId, digest: str, update: bytes, *, as_row: bool) -> None:
-    if spool.complete(key, digest) is None and not (as_row and spool.hold_row(key, digest, update)):
+def _write(spool: Spool, key: AssignmentId, digest: str, update: bytes) -> None:
+    if spool.complete(key, digest) is None and not spool.hold_row(key, digest, update):
         received = spool.count_received(key, digest)  # an interrupted upload may have stored the first bytes
         upload = spool.open(key, digest, len(update), received)
         try:

@@ -81,6 +81,8 @@ class Spool:
         self, folder: Path, in_memory: Callable[[str], bool] = lambda _: False, backend: SpoolBackend | None = None
     ) -> None:
         self.folder = folder
+        self.stores_row: Callable[[AssignmentId, int], bool] = lambda key, size_bytes: False
+        """Whether the server stores an update of a size as a row. Not if other processes read it, by its path."""
         self._in_memory = in_memory
         self._backend = backend or FolderBackend()
         self._lock = threading.Lock()  # taken before the lock of a file, never after
@@ -189,64 +191,6 @@ class Spool:
         with files.translate_os_errors("opening an upload", "updates"):
             return resume_upload(file, size_bytes, offset, self._writers)
 
-    def hold_row(self, key: AssignmentId, digest: str, content: bytes) -> bool:
-        """Keep a complete update in memory until it is a row; return whether there is room. Replaces parts of it.
-
-        Not for updates that other processes read, by their path. Raises `UploadError` if the assignment has ended, or
-        if an update with another digest was sealed for it.
-        """
-        with self._lock, files.translate_os_errors("opening an upload", "updates"):
-            if not self._backend.takes_rows or not self._has_room():
-                return False
-            earlier = self._check_replaceable(key, digest)
-            if not isinstance(earlier, RowFile):
-                row = RowFile(digest, content)
-                self._remove(key)
-                self._files[key] = self._rows[key] = row
-            return True
-
-    def find_row(self, key: AssignmentId, digest: str) -> bytes | None:
-        """Return the content of an update that must be a row before it is acknowledged; None if it has a file."""
-        with self._lock:
-            file = self._rows.get(key)
-        return file.content if file is not None and file.digest == digest else None
-
-    def restore_rows(self, found: Mapping[AssignmentId, tuple[str, bytes]]) -> None:
-        """Keep the updates of rows, with their digests, in memory, or in files if there are too many. For the start."""
-        for key, (digest, content) in found.items():
-            if hashlib.sha256(content).hexdigest() != digest:
-                logs.get().error("the row of an update is damaged", client=key.client_id, digest=digest)
-                continue
-            with self._lock, files.translate_os_errors("restoring an update", "updates"):
-                self._remove(key)  # a file is at most a copy
-                if self._has_room():
-                    self._files[key] = self._rows[key] = RowFile(digest, content)
-                else:
-                    self._files[key] = self._write_file(key, digest, content)
-                    self._files[key].durable = True
-
-    def hand_over(self) -> None:
-        """Write the updates of rows to files, too, for a daemon of a release that does not know the rows. Blocks."""
-        with self._lock:
-            held = {key: file for key, file in self._rows.items() if self._is_needed(key)}
-        for key, row in held.items():
-            with files.translate_os_errors("handing an update over", "updates"):
-                with self._lock:
-                    file = self._write_file(key, row.digest, row.content)
-                durable.sync(file.path)
-                self._backend.make_durable(key, row.digest, file.path)
-
-    def _has_room(self) -> bool:
-        return CAN_KEEP_IN_MEMORY and len(self._rows) < self._max_rows
-
-    def _write_file(self, key: AssignmentId, digest: str, content: bytes) -> SpoolFile:
-        """Write a complete update. The caller holds the lock."""
-        self._make_folder(self._folder(key.attempt))
-        path = spool_path_of(self.folder, key, digest)
-        path.write_bytes(content)
-        path.chmod(0o600)
-        return SpoolFile(path, digest)
-
     def complete(self, key: AssignmentId, digest: str, upload_id: str = "") -> Path | None:
         """Seal and return the file if it is complete, else return None. A sealed file does not change until deleted.
 
@@ -332,6 +276,70 @@ class Spool:
             crash_points.step("upload.discard"),
         ):
             self._remove(key)
+
+    def hold_row(self, key: AssignmentId, digest: str, content: bytes) -> bool:
+        """Keep a complete update in memory until it is a row; return False if it needs a file. Replaces parts of it.
+
+        Raises `UploadError` if the assignment has ended, or if an update with another digest was sealed for it.
+        """
+        if not (self._backend.takes_rows and self.stores_row(key, len(content))):
+            return False
+        with self._lock, files.translate_os_errors("opening an upload", "updates"):
+            if not self._is_needed(key):
+                raise UploadError("the assignment has ended")
+            earlier = self._files.get(key)
+            if isinstance(earlier, RowFile) and earlier.digest == digest:
+                return True
+            if earlier is not None and earlier.sealed and earlier.digest != digest:
+                raise UploadError(f"the update {earlier.digest} was reported for this assignment already")
+            if not self._has_room():
+                return False
+            row = RowFile(digest, content)
+            self._remove(key)
+            self._files[key] = self._rows[key] = row
+            return True
+
+    def find_row(self, key: AssignmentId, digest: str) -> bytes | None:
+        """Return the content of an update that must be a row before it is acknowledged; None if it has a file."""
+        with self._lock:
+            file = self._rows.get(key)
+        return file.content if file is not None and file.digest == digest else None
+
+    def restore_rows(self, found: Mapping[AssignmentId, tuple[str, bytes]]) -> None:
+        """Keep the updates of rows, with their digests, in memory, or in files if there are too many. For the start."""
+        for key, (digest, content) in found.items():
+            if hashlib.sha256(content).hexdigest() != digest:
+                logs.get().error("the row of an update is damaged", client=key.client_id, digest=digest)
+                continue
+            with self._lock, files.translate_os_errors("restoring an update", "updates"):
+                self._remove(key)  # a file is at most a copy
+                if self._has_room():
+                    self._files[key] = self._rows[key] = RowFile(digest, content)
+                else:
+                    self._files[key] = self._write_file(key, digest, content)
+                    self._files[key].durable = True
+
+    def hand_over(self) -> None:
+        """Write the updates of rows to files, too, for a daemon of a release that does not know the rows. Blocks."""
+        with self._lock:
+            held = {key: file for key, file in self._rows.items() if self._is_needed(key)}
+        for key, row in held.items():
+            with files.translate_os_errors("handing an update over", "updates"):
+                with self._lock:
+                    file = self._write_file(key, row.digest, row.content)
+                durable.sync(file.path)
+                self._backend.make_durable(key, row.digest, file.path)
+
+    def _has_room(self) -> bool:
+        return CAN_KEEP_IN_MEMORY and len(self._rows) < self._max_rows
+
+    def _write_file(self, key: AssignmentId, digest: str, content: bytes) -> SpoolFile:
+        """Write a complete update. The caller holds the lock."""
+        self._make_folder(self._folder(key.attempt))
+        path = spool_path_of(self.folder, key, digest)
+        path.write_bytes(content)
+        path.chmod(0o600)
+        return SpoolFile(path, digest)
 
     def _forget(self, key: AssignmentId) -> bool:
         """Stop expecting an update; return whether it was expected."""
@@ -444,8 +452,13 @@ class Spool:
 
     def _replace(self, key: AssignmentId, name: str) -> SpoolFile:
         with self._lock, files.translate_os_errors("opening an upload", "updates"):
-            if (earlier := self._check_replaceable(key, name)) is not None:
+            if not self._is_needed(key):
+                raise UploadError("the assignment has ended")
+            earlier = self._files.get(key)
+            if earlier is not None and earlier.is_named(name):
                 return earlier  # a concurrent call has just created it
+            if earlier is not None and earlier.sealed:
+                raise UploadError(f"the update {earlier.digest} was reported for this assignment already")
             self._remove(key)
             if self._in_memory(key.attempt.job_id):
                 file = MemoryFile(name)
@@ -454,20 +467,6 @@ class Spool:
                 file = SpoolFile(spool_path_of(self.folder, key, name), name)
             self._files[key] = file
             return file
-
-    def _check_replaceable(self, key: AssignmentId, name: str) -> SpoolFile | None:
-        """Return the file that an upload already has. Raises `UploadError` if there must be none.
-
-        The caller holds the lock.
-        """
-        if not self._is_needed(key):
-            raise UploadError("the assignment has ended")
-        earlier = self._files.get(key)
-        if earlier is not None and earlier.is_named(name):
-            return earlier
-        if earlier is not None and earlier.sealed:
-            raise UploadError(f"the update {earlier.digest} was reported for this assignment already")
-        return None
 
     def _make_folder(self, folder: Path) -> None:
         if folder.exists():

@@ -120,7 +120,7 @@ async def test_killed_at_every_point_of_the_rounds(world: Chain, seed: int, half
 @pytest.mark.parametrize("seed", [9])
 async def test_killed_while_small_updates_and_models_become_rows(world: Chain, seed: int) -> None:
     """Two of three updates come inside their reports: with their models they are in the transactions, or nowhere."""
-    states = ["blob.copy.before:2", "blob.copy.after:2", "rows.uncommitted:2", "rows.uncommitted:4"]
+    states = ["blob.copy.before:2", "blob.copy.after:2", "rows.uncommitted:2"]
     others = ["blob.write.after", "commit.model.after", "commit.state.after", "save.after:3", "save.uncommitted:3"]
     points = ["create_job.after", *chains.draw(seed, *ROWS, *states, *others, "spool.keep.before")]
     await chains.train(world, points, lambda rounds: scenario.job_text(rounds=rounds))
