@@ -73,14 +73,19 @@ def finish(
     first, *others = map(_stamped, (report, *(parts or {}).values()))
     for each in (first, *others):
         if save:
-            RESULTS.mkdir(exist_ok=True)
-            text = msgspec.json.format(msgspec.json.encode(each), indent=1) + b"\n"
-            (RESULTS / f"{each.name}.json").write_bytes(text)
+            write(each, RESULTS)
         if not as_json:
             show(each)
     if as_json:
         record = msgspec.structs.asdict(first) | dict(figures or {}) | dict(zip(parts or {}, others, strict=True))
         print(msgspec.json.encode(record).decode(), flush=True)
+
+
+def write(report: Report, folder: Path) -> None:
+    """Save a report as a file of the folder, for the page."""
+    folder.mkdir(exist_ok=True)
+    text = msgspec.json.format(msgspec.json.encode(_stamped(report)), indent=1) + b"\n"
+    (folder / f"{report.name}.json").write_bytes(text)
 
 
 def _stamped(report: Report) -> Report:

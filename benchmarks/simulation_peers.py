@@ -6,13 +6,14 @@ Every system has the same workload: random images of MNIST's or CIFAR-10's size,
 averaging without evaluation. Each measurement is a separate process, and systems are measured in turns. All use one
 thread for arithmetic per process, and keep freed memory (`MALLOC_TRIM_THRESHOLD_`), which makes convolutions much
 faster. The first round is not counted; the time until its end is shown separately. The other platforms are installed
-by `make bench-peers`.
+by `make bench-peers`; without them, those that this program's environment has are measured.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import importlib.util
 import itertools
 import json
 import os
@@ -77,6 +78,8 @@ PROGRAMS = {
     "pfl-research": "pfl_simulation.py",
     "plain PyTorch": "plain_simulation.py",
 }
+PACKAGES = {"pfl-research": "pfl", "plain PyTorch": "torch"}
+"""The systems that may be in the environment of fedplat, too, and the package that shows it."""
 COLUMNS = ("work", "system", "updates/s", "fedplat's best / it", "first round, s", "rounds")
 CORES = "Flower and fedplat's processes use all cores, all others one."
 FIRST = "First round: from the end of the imports to the end of the round, with all that has to be started."
@@ -183,10 +186,17 @@ def command(case: Case, system: str) -> list[str | Path]:
         return [sys.executable, HERE / "simulated_fedplat.py", system.split()[1], *case.arguments]
     python = PEERS / "bin" / "python"
     if not python.exists():
-        raise NotInstalledError(
-            "the other platforms are not installed; run `make bench-peers` (it creates .venv-peers)"
-        )
+        if not _is_installed(system):
+            raise NotInstalledError(
+                "the other platforms are not installed; run `make bench-peers` (it creates .venv-peers)"
+            )
+        python = sys.executable
     return [python, HERE / "peers" / PROGRAMS[system], *case.arguments]
+
+
+def _is_installed(system: str) -> bool:
+    """Return whether this program's own environment has what a system needs."""
+    return system in PACKAGES and importlib.util.find_spec(PACKAGES[system]) is not None
 
 
 def moments(log: Path) -> list[float]:

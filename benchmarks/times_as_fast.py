@@ -16,7 +16,12 @@ import report
 NAME = "times-as-fast"
 PEERS = {"Flower": "#d9822b", "NVFlare": "#7a5195", "pfl-research": "#3d9970"}
 """The platforms, with the colours of their bars."""
-_FILES = {"whole-rounds": "round, ", "flower_apps": "Flower app, ", "simulation-peers": "simulation, "}
+_FILES = {
+    "whole-rounds": "round, ",
+    "flower_apps": "Flower app, ",
+    "simulation-peers": "simulation, ",
+    "gpu": "simulation on a GPU, ",
+}
 PICTURE = report.HERE.parent / "docs" / "images" / f"{NAME}.png"
 
 
@@ -39,18 +44,19 @@ def read() -> list[Comparison]:
 
 def _compare(name: str, prefix: str) -> Iterator[Comparison]:
     saved = msgspec.json.decode((report.RESULTS / f"{name}.json").read_bytes(), type=report.Report)
-    unit = saved.columns[2]
-    for work in dict.fromkeys(row[0] for row in saved.rows):
-        rows = [(str(system), float(value)) for found, system, value, *_ in saved.rows if found == work and value]
-        better = max if unit == "updates/s" else min
-        own = better(
-            value for system, value in rows if system == "fedplat" or (unit == "updates/s" and "fedplat" in system)
-        )
+    unit, measured = saved.columns[2], saved.rows
+    if unit == "result":  # the unit is in the next column
+        unit, measured = "rounds/s", [row for row in measured if row[3] == "rounds/s"]
+    is_rate = unit.endswith("/s")
+    better = max if is_rate else min
+    for work in dict.fromkeys(row[0] for row in measured):
+        rows = [(str(system), float(value)) for found, system, value, *_ in measured if found == work and value]
+        own = better(value for system, value in rows if system == "fedplat" or (is_rate and "fedplat" in system))
         best = {peer: [value for system, value in rows if system.startswith(peer)] for peer in PEERS}
         times = {peer: better(values) / own for peer, values in best.items() if values}
-        if unit == "updates/s":
+        if is_rate:
             times = {peer: 1 / each for peer, each in times.items()}
-        shown = f"{report.shown(own)} {unit if unit == 'updates/s' else 's'}"
+        shown = f"{report.shown(own)} {unit if is_rate else 's'}"
         yield Comparison(f"{prefix}{work}", shown, times)
 
 

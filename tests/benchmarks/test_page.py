@@ -48,4 +48,7 @@ def test_other_platforms_are_compared_by_the_faster_of_their_set_ups() -> None:
     assert found["simulation, LR, 50 of 100 clients, 50 examples"].times == pytest.approx(
         {"pfl-research": 4.08}, abs=0.01
     )
+    on_a_gpu = found["simulation on a GPU, LR, 50 of 100 clients, 50 examples"]
+    assert (on_a_gpu.own, on_a_gpu.times) == ("48.4 rounds/s", pytest.approx({"pfl-research": 12.61}, abs=0.01))
+    assert not any("language model" in work for work in found), "its rows have another unit"
     assert "round, one-tensor, 2 clients" not in found, "no other platform was measured"

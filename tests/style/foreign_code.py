@@ -47,6 +47,7 @@ ALLOWED = {
         "fedplat/admin/__init__.py": "modules of fedplat, whose names stand there",
         "fedplat/cli/app.py": "modules of fedplat, whose names stand there",
         "fedplat/privacy/losses.py": "dp-accounting's modules, whose names stand there",
+        "benchmarks/gpu/language_model.py": "two packages, whose names stand there",
         "benchmarks/packed_data.py": "the packages of other formats, whose names stand there",
         "benchmarks/update_codecs.py": "a module of the examples, whose name stands there",
         "benchmarks/peers/flower_secagg.py": "a peer's modules, whose names stand there",

@@ -1,0 +1,1 @@
+"""What needs a GPU, measured in one command without a network (`run.py`)."""
