@@ -7,6 +7,7 @@ import errno
 import os
 import sys
 from collections.abc import Generator
+from typing import TextIO
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
 
@@ -17,16 +18,17 @@ def checked_output(prefix: str) -> Generator[None]:
 
     The line begins with `prefix`, and the exit status is 1. There is no line if the reader has closed the pipe.
     """
+    stream: TextIO | None = sys.stdout  # None if the caller has closed it
     try:
         try:
             yield
         finally:
-            if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison] -- the caller has closed it
-                sys.stdout.flush()
+            if stream is not None:
+                stream.flush()
     except OSError as exc:
-        if exc.errno not in _UNWRITABLE or exc.filename is not None:
+        if stream is None or exc.errno not in _UNWRITABLE or exc.filename is not None:
             raise
         if exc.errno != errno.EPIPE:  # else the reader has seen enough
             sys.stderr.write(f"{prefix}: the output cannot be written: {exc.strerror}\n")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # Python flushes it once more
         sys.exit(1)

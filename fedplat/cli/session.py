@@ -1,7 +1,8 @@
 """Common parts of all commands: options, profile, connection, completion, and errors as one line and an exit status.
 
-Exit status: 0 success, 1 refused by the server or failed job, 2 wrong command line or job file, 3 the time of
-`fedplat job wait` is over, 4 not logged in or not allowed, 5 the server cannot be reached, 130 Ctrl-C.
+Exit status: 0 success, 1 refused by the server or failed job, 2 a mistake in what the user has given
+(`errors.USAGE_ERRORS`), 3 the time of `fedplat job wait` is over, 4 not logged in or not allowed, 5 the server cannot
+be reached, 130 Ctrl-C, 143 SIGTERM.
 
 A completion never writes a message: without a profile, without a server, or after a second, there are no names.
 """

@@ -89,7 +89,12 @@ def simulate(  # noqa: PLR0913 - a command's parameters are its options
         try:
             run = _run(out, read, run_folder)
         except KeyboardInterrupt as exc:
-            out.note(f"stopped; resume with: {_command(file, run_folder, chosen)}")
+            is_begun = (folder / folders.RUN).exists()
+            out.note(
+                f"stopped; resume with: {_command(file, run_folder, chosen)}"
+                if is_begun
+                else "stopped before the run began; there is nothing to resume"
+            )
             raise typer.Exit(session.INTERRUPTED) from exc
         _draw(out, run, run_folder.folder, plots)
         _print(out, run, run_folder.folder)

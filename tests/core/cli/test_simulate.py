@@ -202,6 +202,18 @@ def test_ctrl_c_ends_a_run_in_words(here: Path) -> None:
     assert json.loads(lines[0])["round"] == 1
 
 
+def test_ctrl_c_before_a_run_begins_names_no_run_to_resume(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    write_digits(here)
+    monkeypatch.setattr("fedplat.cli.simulate._run", interrupt)
+    done = run("digits.toml")
+    assert (done.exit_code, done.stdout) == (130, "")
+    assert done.stderr == "stopped before the run began; there is nothing to resume\n"
+    assert not (here / "runs").exists()
+
+
 @pytest.mark.slow
 def test_a_run_that_was_killed_resumes_and_ends_as_one_that_was_not(here: Path) -> None:
     write_digits(here)
