@@ -7,7 +7,7 @@ import errno
 import os
 import sys
 from collections.abc import Generator
-from typing import TextIO
+from typing import TextIO, cast
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
 
@@ -18,7 +18,7 @@ def checked_output(prefix: str) -> Generator[None]:
 
     The line begins with `prefix`, and the exit status is 1. There is no line if the reader has closed the pipe.
     """
-    stream: TextIO | None = sys.stdout  # None if the caller has closed it
+    stream = cast(TextIO | None, sys.stdout)  # None if the caller has closed it
     try:
         try:
             yield
