@@ -107,8 +107,12 @@ async def test_folds_and_commits(bench: Bench) -> None:
     assert not vars(bench.aggregation)["_open"]
 
 
+@pytest.mark.parametrize(
+    ("max_bytes", "expected"),
+    [(service.MAX_FOLD_BYTES, [["2", "3", "4"], ["5", "6"]]), (1, [["2"], ["3"], ["4"], ["5"], ["6"]])],
+)
 async def test_updates_that_wait_are_folded_together_in_their_order(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, max_bytes: int, expected: list[list[str]]
 ) -> None:
     fold, calls = LocalAggregation.fold, list[list[str]]()
 
@@ -118,6 +122,7 @@ async def test_updates_that_wait_are_folded_together_in_their_order(
 
     monkeypatch.setattr(LocalAggregation, "fold", note)
     monkeypatch.setattr(service, "MAX_FOLDS", 3)
+    monkeypatch.setattr(service, "MAX_FOLD_BYTES", max_bytes)
     folds = [
         dataclasses.replace(each, contribution=Contribution(1.0, client_id=str(number)))
         for number, each in enumerate(map(bench.receive, "abcdefg"))
@@ -127,7 +132,7 @@ async def test_updates_that_wait_are_folded_together_in_their_order(
     outcome = await bench.outcome()
     assert isinstance(outcome, AttemptAggregated)
     assert outcome.version.num_updates == 5
-    assert calls == [["2", "3", "4"], ["5", "6"]]
+    assert calls == expected
     bench.aggregation.end(KEY)
     await bench.aggregation.close()
 

@@ -46,6 +46,8 @@ OpenBackend = Callable[[JobState, Callable[[], JobState], AttemptInputs, BlobSto
 
 MAX_FOLDS = 32
 """Maximum number of updates that are folded in one call of a thread."""
+MAX_FOLD_BYTES = 64 << 20
+"""Approximate maximum of their bytes: a call goes on after its attempt has ended."""
 
 
 class CommandQueue:
@@ -212,7 +214,8 @@ class Aggregation:
         find_job = functools.partial(self._find_job, key)
         backend, paths = self._parts.open_backend(job, find_job, inputs, blobs), list[Path]()
         # An update in memory is dropped before the next one is read.
-        max_folds = MAX_FOLDS if job.spec.durability == "spool" else 1
+        max_bytes = MAX_FOLD_BYTES if job.spec.durability == "spool" else 0
+        max_folds = max(1, min(MAX_FOLDS, max_bytes // max(1, job.latest.size_bytes)))
         try:
             while not isinstance(folds := await queue.take(max_folds), Commit):
                 if isinstance(folds, Restart):
