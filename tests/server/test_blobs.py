@@ -263,6 +263,16 @@ def test_a_sweep_keeps_a_copy_until_it_is_settled(blobs: BlobStore) -> None:
     assert not blobs.exists(DIGEST)
 
 
+def test_a_copy_that_the_disk_cannot_give_back_is_lost(blobs: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = blobs.put_chunks([DATA]).digest
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(hashlib, "file_digest", fail)
+    assert blobs.find_lost([digest]) == [digest]
+
+
 def test_what_is_lost_is_restored_from_rows_that_are_intact(blobs: BlobStore) -> None:
     other = blobs.put_chunks([b"other"]).digest
     blobs.path(other).write_bytes(b"torn")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import threading
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -107,6 +109,29 @@ def test_another_id_begins_another_upload(open_spool: OpenSpool) -> None:
     assert report(spool, upload_id=SECOND_ID) == ReceivedUpdate(len(DATA), float(len(DATA)))
 
 
+def test_a_restarted_client_replaces_an_update_whose_report_failed(open_spool: OpenSpool) -> None:
+    spool = open_spool()
+    send(spool, data=b"another update")
+
+    def fail(path: Path) -> float:
+        raise OSError(f"{path} cannot be read")
+
+    other = fleet_pb2.ReportRequest(digest=hashlib.sha256(b"another update").hexdigest(), upload_id=ID)
+    with pytest.raises(OSError, match="cannot be read"):
+        receive_update(spool, KEY, other, fail)
+    send(spool, SECOND_ID)
+    assert report(spool, upload_id=SECOND_ID) == ReceivedUpdate(len(DATA), float(len(DATA)))
+
+
+@pytest.mark.parametrize("digest", [DIGEST, hashlib.sha256(b"").hexdigest()])
+def test_an_upload_that_never_began_cannot_be_reported(open_spool: OpenSpool, digest: str) -> None:
+    spool = open_spool()
+    with pytest.raises(UploadError):
+        spool.open(KEY, ID, len(DATA), 5)
+    with pytest.raises(RefusedError, match="QueryUpload"):
+        report(spool, digest)
+
+
 def test_an_id_names_no_upload_of_another_client(open_spool: OpenSpool) -> None:
     spool = open_spool()
     send(spool, key=OTHER)
@@ -182,6 +207,27 @@ async def test_an_upload_by_id_resumes_and_counts_with_its_report(site: Site) ->
     await client.upload(token, UPDATE, offset=100, digest="", upload_id=ID)
     assert (await client.report(token, digest_of(UPDATE), upload_id=ID)).HasField("receipt")
     assert (await client.report(token, digest_of(UPDATE))).HasField("receipt"), "whether it was merged"
+
+
+async def test_a_report_whose_client_is_killed_counts(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = await site.operator.start(job_file(goal=1))
+    client = await site.enroll()
+    token = (await client.assignment()).token
+    begun, go_on, persist = threading.Event(), threading.Event(), Spool.persist
+
+    def wait(spool: Spool, key: AssignmentId, digest: str) -> int:
+        begun.set()
+        assert go_on.wait(60)
+        return persist(spool, key, digest)
+
+    monkeypatch.setattr(Spool, "persist", wait)
+    await client.upload(token, UPDATE, digest="", upload_id=ID)
+    call = asyncio.ensure_future(client.report(token, digest_of(UPDATE), upload_id=ID))
+    await asyncio.to_thread(begun.wait, 60)
+    call.cancel()
+    await asyncio.wait([call])
+    go_on.set()
+    await site.operator.until(job, "assignment", "REPORTED")
 
 
 @pytest.mark.fault("F23")

@@ -114,6 +114,18 @@ def test_a_row_replaces_a_part_of_the_update_and_an_update_that_was_never_report
     assert again.finish().read_bytes() == DATA
 
 
+def test_a_row_never_replaces_an_update_that_is_about_to_count(uploads: Spool) -> None:
+    take_rows(uploads)
+    path = fill(uploads)
+    assert uploads.complete(KEY, DIGEST) == path, "its report has begun"
+    assert not uploads.hold_row(KEY, DIGEST, DATA)
+    assert path.exists()
+    uploads.discard(KEY)
+    assert uploads.hold_row(KEY, DIGEST, DATA)
+    with pytest.raises(UploadError, match="report it again"):
+        uploads.persist(KEY, DIGEST)
+
+
 def test_rows_beyond_the_number_are_files(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spool, "MAX_ROWS", 1)
     uploads = Spool(tmp_path)

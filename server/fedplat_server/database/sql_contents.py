@@ -111,7 +111,7 @@ class ContentRows:
         if self.updates:
             connection.execute(_upsert_updates(dialect), list(self.updates.values()))
         if self.blobs:
-            connection.execute(_insert_blobs(dialect), list(self.blobs.values()))
+            connection.execute(_upsert_blobs(dialect), [self.blobs[digest] for digest in sorted(self.blobs)])
         if self.updates or self.blobs:
             crash_points.point("rows.uncommitted")
 
@@ -169,6 +169,15 @@ class ContentStore:
             await self._database.write(lambda connection: delete_blobs(connection, digests))
 
 
+def lock_blobs(connection: Connection, digests: Collection[str]) -> None:
+    """Let no other transaction add these rows again, until this one has decided whether they are referenced."""
+    ordered = sorted(digests)
+    for start in range(0, len(ordered), BATCH):
+        part = blob_contents.c.digest.in_(ordered[start : start + BATCH])
+        query = select(blob_contents.c.digest).where(part).order_by(blob_contents.c.digest).with_for_update()
+        connection.execute(query)
+
+
 def delete_blobs(connection: Connection, digests: Collection[str]) -> None:
     """Remove the rows of blobs that no version references any more."""
     ordered = sorted(digests)
@@ -191,5 +200,6 @@ def _upsert_updates(dialect: str) -> sqlalchemy.Executable:
 
 
 @functools.cache
-def _insert_blobs(dialect: str) -> sqlalchemy.Executable:
-    return rows.insert(dialect, blob_contents).on_conflict_do_nothing(index_elements=["digest"])
+def _upsert_blobs(dialect: str) -> sqlalchemy.Executable:
+    statement = rows.insert(dialect, blob_contents)  # the update locks a row that is there, against its removal
+    return statement.on_conflict_do_update(index_elements=["digest"], set_={"content": statement.excluded["content"]})

@@ -62,6 +62,7 @@ class RetentionStore:
                 mine.where(_V.version.in_(models), _KEEPS_MODEL, _is_spare(job_id)).values(model_removed_unix_s=now)
             )
             connection.execute(mine.where(_V.version.in_(states), _KEEPS_STATE).values(state_removed_unix_s=now))
+            sql_contents.lock_blobs(connection, digests)
             unreferenced = _find_unreferenced(connection, digests)
             sql_contents.delete_blobs(connection, unreferenced)
             return unreferenced

@@ -348,7 +348,8 @@ async def _open_spool(
     spool = await asyncio.to_thread(Spool, config.upload_dir, jobs.is_in_memory, backend)
     needed = jobs.needed_updates()
     await asyncio.to_thread(spool.keep, needed, known)
+    wanted = frozenset(needed)
     rows = await store.contents.load_updates()
-    await store.contents.remove_updates(rows.keys() - {*needed})  # of attempts that a daemon of the last release ended
-    await asyncio.to_thread(spool.restore_rows, {key: row for key, row in rows.items() if key in {*needed}})
+    await store.contents.remove_updates(rows.keys() - wanted)  # of attempts that a daemon of the last release ended
+    await asyncio.to_thread(spool.restore_rows, {key: row for key, row in rows.items() if key in wanted})
     return spool

@@ -240,16 +240,25 @@ def receive_update(
             raise errors.RefusedError(errors.Code.UPLOAD_INCOMPLETE, f"{exc}; report again") from exc
     path = spool.complete(key, digest, report.upload_id)
     if path is None:
-        raise errors.RefusedError(errors.Code.UPLOAD_INCOMPLETE, "call QueryUpload for the offset to resume from")
+        text = "call QueryUpload for the offset to resume from"
+        if report.upload_id:
+            text += (
+                "; the bytes received may have another digest than the report, if the update changed while it was sent"
+            )
+        raise errors.RefusedError(errors.Code.UPLOAD_INCOMPLETE, text)
     try:
-        norm = validate(path)
-    except FileNotFoundError as exc:  # just deleted, because the assignment has ended
-        raise errors.RefusedError(errors.Code.UPLOAD_INCOMPLETE, "the assignment has ended") from exc
-    if isinstance(norm, Verdict):
-        return norm
-    if (content := spool.find_row(key, digest)) is not None:  # also if an earlier report of it was not stored
-        return ReceivedUpdate(len(content), norm, content)
-    return ReceivedUpdate(_persist(spool, key, digest), norm)
+        try:
+            norm = validate(path)
+        except FileNotFoundError as exc:  # just deleted, because the assignment has ended
+            raise errors.RefusedError(errors.Code.UPLOAD_INCOMPLETE, "the assignment has ended") from exc
+        if isinstance(norm, Verdict):
+            return norm
+        if (content := spool.find_row(key, digest)) is not None:  # also if an earlier report of it was not stored
+            return ReceivedUpdate(len(content), norm, content)
+        return ReceivedUpdate(_persist(spool, key, digest), norm)
+    except BaseException:
+        spool.unseal(key, digest)  # a restarted client trains again, and sends another update
+        raise
 
 
 def _persist(spool: Spool, key: AssignmentId, digest: str) -> int:

@@ -10,6 +10,7 @@ seeds of noise. Other copies of a file system (journals, snapshots, spare blocks
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
@@ -27,10 +28,13 @@ from typing_extensions import override
 
 from fedplat import durable
 from fedplat.privacy import noise
-from fedplat_server import crash_points, errors
+from fedplat_server import crash_points, errors, logs
 from fedplat_server.instruments import Instruments
 from fedplat_server.storage import files, ownership
 from fedplat_server.storage.ownership import Contents, Owner
+
+_DAMAGED = frozenset({errno.EIO, errno.EUCLEAN, errno.EBADMSG})
+"""What a file system says of a file that the disk cannot give back."""
 
 
 class StoredDigests(NamedTuple):
@@ -311,17 +315,18 @@ class BlobFolder(BlobBackend):
         target = self.path(digest)
         with unsettled.lock:
             unsettled.add(digest)
-            if self._is_intact(digest):  # a file that may be synced is never replaced by one that is not
-                return
         target.parent.mkdir(parents=True, exist_ok=True)
         with temporary(self._folder) as draft:
             write_draft(draft, content)
-            with crash_points.step("blob.copy"):
+            with crash_points.step("blob.copy"), unsettled.lock:
+                if self._is_intact(digest):  # a file that may be synced is never replaced by one that is not
+                    return
                 self._copies.add(digest)
                 os.replace(draft, target)
 
     @override
     def find_lost(self, digests: Collection[str]) -> list[str]:
+        self._copies |= {*digests}  # an earlier life may not have synced them
         with files.translate_os_errors("reading the blobs"):
             return [digest for digest in sorted(digests) if not self._is_intact(digest)]
 
@@ -331,11 +336,17 @@ class BlobFolder(BlobBackend):
                 return hashlib.file_digest(file, "sha256").hexdigest() == digest
         except FileNotFoundError:
             return False
+        except OSError as exc:
+            if exc.errno not in _DAMAGED:
+                raise
+            logs.get().warning("the file of a blob cannot be read", digest=digest, error=str(exc))
+            return False
 
     @override
     def delete(self, digest: str) -> None:
         with files.translate_os_errors(f"removing the blob {digest}"), self._delete_duration.time():
             erase(self.path(digest))
+        self._copies.discard(digest)
 
     @override
     def remove_orphans(self, stored: StoredDigests) -> Orphans:
@@ -385,6 +396,7 @@ class BlobFolder(BlobBackend):
                 size_bytes += path.stat().st_size
                 with crash_points.step("retention.remove"):
                     self._set_aside(path) if aside else os.replace(path, removed)
+                self._copies.discard(digest)
         return size_bytes
 
 

@@ -214,7 +214,7 @@ class Spool:
         with file.lock, files.translate_os_errors("reading an upload", "updates"):
             file.load()  # not below, where others would wait for the spool's lock until all bytes are hashed
         with self._lock, file.lock, files.translate_os_errors("naming an upload", "updates"):
-            if file.gone or file.digest:
+            if file.gone or file.digest or not file.received:  # an upload that never began has no file
                 return
             if (writer := self._writers.get(file)) is not None:
                 writer.fence()
@@ -222,6 +222,9 @@ class Spool:
                 with crash_points.step("upload.name"):
                     file.assign_digest(digest, spool_path_of(self.folder, key, digest))
             else:  # a power failure took some, or the client sent others: it resumes at 0
+                logs.get().warning(
+                    "an upload has another digest than its report", client=key.client_id, received=file.received
+                )
                 file.restart()
 
     def _find_complete(self, key: AssignmentId, digest: str, *, seal: bool) -> Path | None:
@@ -238,6 +241,13 @@ class Spool:
                 file.sealed = True
             return file.path
 
+    def unseal(self, key: AssignmentId, digest: str) -> None:
+        """Let another upload replace an update whose report was not accepted."""
+        file = self._find(key, digest)
+        if file is not None:
+            with file.lock:
+                file.sealed = False
+
     def persist(self, key: AssignmentId, digest: str) -> int:
         """Make a complete update durable, and return its size in bytes. Repetition is free.
 
@@ -253,6 +263,8 @@ class Spool:
             with file.lock, files.translate_os_errors("syncing an update", "updates"):
                 if file.gone:
                     raise UploadError("the update is missing; resume at 0")
+                if isinstance(file, RowFile):  # only the caller that has its bytes can make it durable
+                    raise UploadError("the update was replaced meanwhile; report it again")
                 if file.durable:
                     return file.received
                 file.sync()
@@ -290,8 +302,10 @@ class Spool:
             earlier = self._files.get(key)
             if isinstance(earlier, RowFile) and earlier.digest == digest:
                 return True
-            if earlier is not None and earlier.sealed and earlier.digest != digest:
-                raise UploadError(f"the update {earlier.digest} was reported for this assignment already")
+            if earlier is not None and earlier.sealed:
+                if earlier.digest != digest:
+                    raise UploadError(f"the update {earlier.digest} was reported for this assignment already")
+                return False  # an earlier report of this file may be about to count
             if not self._has_room():
                 return False
             row = RowFile(digest, content)
