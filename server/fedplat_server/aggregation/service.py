@@ -47,7 +47,7 @@ OpenBackend = Callable[[JobState, Callable[[], JobState], AttemptInputs, BlobSto
 MAX_FOLDS = 32
 """Maximum number of updates that are folded in one call of a thread."""
 MAX_FOLD_BYTES = 64 << 20
-"""Approximate maximum of their bytes: a call goes on after its attempt has ended."""
+"""Approximate maximum of their bytes: a call continues after its attempt has ended."""
 
 
 class CommandQueue:
