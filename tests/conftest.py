@@ -17,9 +17,11 @@ from support import costs, order, process_logs, storm
 # when they are imported, here and in each process that a test starts.
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
 
-# A shell's job in the background ignores SIGINT, and so would every process that the tests start and interrupt.
+# A job in the background of a shell ignores SIGINT, one of nohup SIGHUP, and so would every process that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Neither how long an example takes nor how long it takes to draw one says anything about the code.
 hypothesis.settings.register_profile("tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])

@@ -64,4 +64,4 @@ def test_rounds_cost_at_most_their_bounds() -> None:
     counts = round_costs.count(work)
     assert round_costs.exceeded_bounds(work, counts) == []
     assert counts["server transactions"] > 1.0
-    assert counts["server syncs"] > counts["server transactions"] - counts["empty transactions"]
+    assert counts["server syncs"] > 1.0

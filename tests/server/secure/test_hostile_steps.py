@@ -174,7 +174,7 @@ async def test_wrong_shares_are_corrected_and_their_source_is_named(site: Site) 
     await site.operator.until(job, "job", "COMPLETED")
     (row,) = [row for row in await site.store.inner.audit.list_rows() if row.action == audit.AuditAction.WRONG_SHARES]
     assert wrong in row.details
-    assert not list(losses)
+    assert daemons.STORM is not None or not list(losses), "a store that fails may have lost an answer of its own"
     expected = np.average([each.update for each in works], axis=0, weights=[each.num_examples for each in works])
     model = (await site.operator.model(job)).to_vector()
     np.testing.assert_allclose(model, initial_model().to_vector() + expected, atol=1e-4)
