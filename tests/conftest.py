@@ -17,7 +17,7 @@ from support import costs, order, process_logs, storm
 # when they are imported, here and in each process that a test starts.
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
 
-# A job in the background of a shell ignores SIGINT, one of nohup SIGHUP, and so would every process that the tests start.
+# A job in the background of a shell ignores SIGINT, one of nohup SIGHUP, and so would all processes that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
