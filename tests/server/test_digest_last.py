@@ -23,6 +23,7 @@ from fedplat_server.storage.object_store import ObjectStore, RequestLimits, Stor
 from fedplat_server.storage.spool import Spool
 from fedplat_server.storage.spool_backend import ObjectBackend, SpoolBackend
 from fedplat_server.storage.spool_file import name_attempt, spool_path_of
+from support import daemons
 from support.daemons import RawClient, Site, digest_of, initial_model, update_of
 from support.jobs import job_file
 
@@ -209,10 +210,10 @@ async def test_an_upload_by_id_resumes_and_counts_with_its_report(site: Site) ->
     assert (await client.report(token, digest_of(UPDATE))).HasField("receipt"), "whether it was merged"
 
 
-async def test_a_report_whose_client_is_killed_counts(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = await site.operator.start(job_file(goal=1))
-    client = await site.enroll()
-    token = (await client.assignment()).token
+async def test_a_client_that_is_killed_during_its_report_sends_another_update(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, token = await working(site)
     begun, go_on, persist = threading.Event(), threading.Event(), Spool.persist
 
     def wait(spool: Spool, key: AssignmentId, digest: str) -> int:
@@ -227,7 +228,21 @@ async def test_a_report_whose_client_is_killed_counts(site: Site, monkeypatch: p
     call.cancel()
     await asyncio.wait([call])
     go_on.set()
-    await site.operator.until(job, "assignment", "REPORTED")
+    await client.open_session()
+    token = (await client.assignment()).token
+    other = update_of(initial_model(), 1).to_bytes()
+
+    async def is_taken() -> bool:  # as soon as the server has noticed that the caller is gone
+        try:
+            await client.upload(token, other, digest="", upload_id=SECOND_ID)
+        except aio.AioRpcError as exc:
+            assert "was reported for this assignment already" in str(exc.details())
+            return False
+        else:
+            return True
+
+    await daemons.until(is_taken, "the other update")
+    assert (await client.report(token, digest_of(other), upload_id=SECOND_ID)).HasField("receipt")
 
 
 @pytest.mark.fault("F23")

@@ -14,7 +14,7 @@ from fedplat import rounds
 from fedplat.rounds import Assignment, events, states
 from fedplat.rounds.states import Reason
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc
-from fedplat_server import config, errors, logs
+from fedplat_server import config, errors
 from fedplat_server.auth.rate_limits import Quotas
 from fedplat_server.config import Limits
 from fedplat_server.coordination.long_polls import RETRY_SOON, LongPolls
@@ -96,17 +96,6 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
     @override
     async def Report(self, request: fleet_pb2.ReportRequest, context: interceptor.Context) -> fleet_pb2.ReportResponse:
         client = await self.access.begin_call(context)
-        report = asyncio.create_task(self._report_alone(client, request))
-        try:
-            return await asyncio.shield(report)
-        except asyncio.CancelledError:
-            # The caller is gone. What it has reported is whole, and no other upload may replace it until this ends.
-            await asyncio.wait([report])
-            if not report.cancelled() and (exc := report.exception()) is not None:
-                logs.get().info("a report without a caller was refused", client=client.client_id, error=str(exc))
-            raise
-
-    async def _report_alone(self, client: ClientRecord, request: fleet_pb2.ReportRequest) -> fleet_pb2.ReportResponse:
         # One report of a client at a time: a duplicate waits for the first, and then gets the same receipt.
         async with self._report_locks.setdefault(client.client_id, asyncio.Lock()):
             return await self._report(client, request)

@@ -10,8 +10,8 @@ import dataclasses
 import functools
 import hashlib
 from collections import OrderedDict
-from collections.abc import AsyncIterator
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Coroutine
+from typing import NamedTuple, TypeVar
 
 from fedplat import durable
 from fedplat.aggregate import Rule
@@ -32,6 +32,7 @@ from fedplat_server.rpc.client_access import AssignmentFinder
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.spool import Spool
 
+Result = TypeVar("Result")
 MAX_RULES = 256
 """Jobs whose rules are kept in memory."""
 
@@ -149,9 +150,14 @@ class ReportIntake:
             async with self.blobs.local(job.latest.digest) as (base,):
                 validate = await self._half_of(assignment).validator(job, assignment, base)
                 # One thread call for all steps: for a small update, switching threads costs more than the work.
-                return await self.spool.run_in_thread(
-                    assignment.id, receive_update, self.spool, assignment.id, request, validate
+                return await finish(
+                    self.spool.run_in_thread(
+                        assignment.id, receive_update, self.spool, assignment.id, request, validate
+                    )
                 )
+        except asyncio.CancelledError:  # the caller is gone; its next process may send another update
+            self.spool.unseal(assignment.id, request.digest)
+            raise
         except (errors.BlobFullError, errors.BlobUnavailableError):
             # It is sent again because of the server: an outage must not exhaust the client's quota.
             self.quotas.refund(assignment.client_id, assignment.key, len(request.update))
@@ -219,6 +225,18 @@ class ReportIntake:
         text = validation.text(refusal.text, self.limits.max_text)  # it may quote the client's input
         verdict = await self.runner.submit(events.UpdateRejected(*assignment.id, refusal.reason, text))
         return Verdict(refusal.reason, text) if verdict.accepted else verdict
+
+
+async def finish(call: Coroutine[None, None, Result]) -> Result:
+    """Await a call of a thread to its end, even if this task is cancelled meanwhile."""
+    task = asyncio.ensure_future(call)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        if not task.cancelled() and (exc := task.exception()) is not None:
+            logs.get().info("an update without a caller was refused", error=str(exc))
+        raise
 
 
 def receive_update(
