@@ -211,16 +211,6 @@ def test_folders_are_synced_until_that_succeeded_once(blobs: BlobStore, monkeypa
     assert counting.calls_left == 1000 - 4 - 2
 
 
-def test_the_folders_of_a_second_blob_are_synced_once_less(blobs: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All folders of the first level are made at once."""
-    blobs.put_chunks([DATA])
-    counting = Failing("fsync", errno.EIO, 1000)
-    monkeypatch.setattr(os, "fsync", counting)
-    other = blobs.put_chunks([b"other"])
-    assert other.digest[:2] != DIGEST[:2]
-    assert counting.calls_left == 1000 - 3
-
-
 # --- copies of rows --------------------------------------------------------------------------------------------
 
 

@@ -201,13 +201,14 @@ class Operator:
         async with contextlib.aclosing(self.follow(job)) as events:
             async for event in events:
                 if (event.entity, event.to_state) == (entity, to_state) and round_ in (0, event.round):
-                    await self._settled(job)
+                    if STORM is not None or entity == "job":
+                        await self._settled(job)
                     return event
         raise AssertionError(f"the job ended before {entity} became {to_state}")
 
     async def _settled(self, job: str) -> None:
-        """The server knows what its database knows: an answer of the database may have been lost just now."""
-        if STORM is None or (await self.show(job)).status == admin_pb2.JOB_STATUS_DRAFT:
+        """The server knows what its database knows: it may just have stored it, or an answer may have been lost."""
+        if (await self.show(job)).status == admin_pb2.JOB_STATUS_DRAFT:
             return
         try:
             await self.jobs.StartJob(admin_pb2.JobRequest(job=job))  # changes nothing, and waits for its turn

@@ -225,7 +225,6 @@ class BlobFolder(BlobBackend):
         self._rename_duration = instruments.blob_duration.labels("rename", "folder")
         self._delete_duration = instruments.blob_duration.labels("delete", "folder")
         self._synced: set[Path] = set()
-        self._has_folders = False
         self._copies: set[str] = set()  # those that were not synced
 
     @override
@@ -300,13 +299,8 @@ class BlobFolder(BlobBackend):
         self._copies.discard(digest)
 
     def _make_folder(self, folder: Path) -> None:
-        """Create the folder of a blob durably. Those above it are all made at once: that is one sync for all blobs."""
-        if not self._has_folders:
-            for name in sorted({f"{number:02x}" for number in range(256)} - {*os.listdir(self._folder)}):
-                (self._folder / name).mkdir(exist_ok=True)  # another daemon may make them, too
-            durable.sync(self._folder)
-            self._has_folders = True
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        durable.sync(self._folder)
         durable.sync(folder.parent)
         self._synced.add(folder)
 
