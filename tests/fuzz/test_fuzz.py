@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from fuzz import run, targets
 from hostile import attacks
 
-pytestmark = pytest.mark.fault("F22", "F23")
+pytestmark = [pytest.mark.fault("F22", "F23"), pytest.mark.slow]
 NUM_INPUTS = 1500
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", targets.TARGETS)
 def test_targets_survive_mutations_with_little_memory(name: str) -> None:
     seed = str(random.SystemRandom().randrange(2**32))

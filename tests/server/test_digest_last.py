@@ -210,6 +210,7 @@ async def test_an_upload_by_id_resumes_and_counts_with_its_report(site: Site) ->
     assert (await client.report(token, digest_of(UPDATE))).HasField("receipt"), "whether it was merged"
 
 
+@pytest.mark.calm("of its calls, only the first one may wait for the disk")
 async def test_a_client_that_is_killed_during_its_report_sends_another_update(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,11 @@ from support.jobs import FAR_S, job_file, write_job
 from support.private_jobs import private
 from support.raw_silos import GOSSIP, RawSilo, play
 
-pytestmark = [pytest.mark.calm("it changes the database from outside"), pytest.mark.fault("F29")]
+pytestmark = [
+    pytest.mark.calm("it changes the database from outside"),
+    pytest.mark.fault("F29"),
+    pytest.mark.slow,
+]
 FUTURE = "[from_the_future]\nkey = 1\n"
 PROBLEM = "this server cannot read the job file: from_the_future = {…}: there is no such key"
 
@@ -221,7 +225,6 @@ async def test_the_reason_blames_no_version_that_did_not_make_the_job(folder: Pa
     assert "cancel the job" in finding.advice
 
 
-@pytest.mark.slow
 async def test_the_budget_of_its_population_is_not_spent_while_its_plan_is_unknown(folder: Path) -> None:
     text = private()
     async with daemons.running(folder) as site:

@@ -14,6 +14,8 @@ from fedplat.pytorch.distributed import VectorLayout
 from support.ranks.group import RankError, RankGroup, Zygote
 from support.ranks.on_ranks import vector_of
 
+pytestmark = pytest.mark.slow
+
 HERE = "support.ranks.on_ranks"
 SIZE = 100_000
 CLASSES = {"shared_memory": "SharedMemoryVectors", "p2p": "P2PVectors"}
