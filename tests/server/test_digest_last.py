@@ -57,7 +57,7 @@ def open_spool(request: pytest.FixtureRequest, tmp_path: Path) -> Generator[Open
 
 
 def send(spool: Spool, name: str = ID, data: bytes = DATA, end: int | None = None, key: AssignmentId = KEY) -> None:
-    """Sends what the spool has not received yet."""
+    """Send what the spool has not received yet."""
     received = spool.count_received(key, name)
     upload = spool.open(key, name, len(data), received)
     upload.write(data[received:end])

@@ -20,7 +20,7 @@ import itertools
 import secrets
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -38,6 +38,7 @@ from fedplat_server.errors import (
 )
 from fedplat_server.records.audit import AuditEntry
 
+Result = TypeVar("Result")
 MAX_BATCH = 1000
 GAP_S = 0.005
 """The time for which reports that do not close their attempt wait for the next one, to be stored with it."""
@@ -229,7 +230,7 @@ class Runner:
                 saving = self._store.jobs.save(
                     proposal.changes, context.now, save_id=save_id, audit=audit, contents=contents
                 )
-                await _finish(saving)
+                await finish(saving, _note_unsaved)
         except StoreUnavailableError as exc:
             if not await self._was_saved(proposal, save_id, batch, exc, context.rng):
                 self.coordinator.reject(proposal)
@@ -324,13 +325,17 @@ def _fail(item: _Item, exc: StoreError) -> None:
         item.answer.set_exception(type(exc)(str(exc)))
 
 
-async def _finish(save: Coroutine[None, None, None]) -> None:
-    """Await a write to its end, even if this task is cancelled meanwhile."""
-    task = asyncio.create_task(save)
+async def finish(call: Coroutine[None, None, Result], note: Callable[[BaseException], None]) -> Result:
+    """Await a call to its end, even if this task is cancelled meanwhile; then `note` gets the error of the call."""
+    task = asyncio.create_task(call)
     try:
-        await asyncio.shield(task)
+        return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait([task])
         if not task.cancelled() and (exc := task.exception()) is not None:
-            logs.get().error("the last changes were not stored", error=str(exc))
+            note(exc)
         raise
+
+
+def _note_unsaved(exc: BaseException) -> None:
+    logs.get().error("the last changes were not stored", error=str(exc))

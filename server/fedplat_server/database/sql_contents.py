@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import sqlalchemy
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, Row, select
 
 from fedplat.rounds import Assignment, AssignmentId, Attempt, AttemptKey, Change
 from fedplat.rounds.closing import needs_update
@@ -142,12 +142,7 @@ class ContentStore:
     async def load_updates(self) -> Mapping[AssignmentId, StoredUpdate]:
         """Return all updates."""
         found = await self._database.fetch(select(update_contents))
-        return {
-            AssignmentId(AttemptKey(row.job_id, row.round, row.number), row.client_id): StoredUpdate(
-                row.digest, row.content
-            )
-            for row in found
-        }
+        return {assignment_of(row): StoredUpdate(row.digest, row.content) for row in found}
 
     async def remove_updates(self, keys: Collection[AssignmentId]) -> None:
         """Remove updates that no assignment needs."""
@@ -167,6 +162,11 @@ class ContentStore:
         """Remove blobs that no version references."""
         if digests:
             await self._database.write(lambda connection: delete_blobs(connection, digests))
+
+
+def assignment_of(row: Row[Any]) -> AssignmentId:
+    """Return the assignment of a row of an update."""
+    return AssignmentId(AttemptKey(row.job_id, row.round, row.number), row.client_id)
 
 
 def lock_blobs(connection: Connection, digests: Collection[str]) -> None:

@@ -10,8 +10,8 @@ import dataclasses
 import functools
 import hashlib
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Coroutine
-from typing import NamedTuple, TypeVar
+from collections.abc import AsyncIterator
+from typing import NamedTuple
 
 from fedplat import durable
 from fedplat.aggregate import Rule
@@ -22,7 +22,7 @@ from fedplat.rounds.protocols.base import protocol_of
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server import config, errors, logs
 from fedplat_server.auth.rate_limits import Quotas
-from fedplat_server.coordination.runner import Runner
+from fedplat_server.coordination.runner import Runner, finish
 from fedplat_server.database.sql_contents import NO_CONTENTS, SmallContents
 from fedplat_server.messages import streams, validation
 from fedplat_server.messages.streams import UploadMemory
@@ -32,7 +32,6 @@ from fedplat_server.rpc.client_access import AssignmentFinder
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.spool import Spool
 
-Result = TypeVar("Result")
 MAX_RULES = 256
 """Jobs whose rules are kept in memory."""
 
@@ -153,7 +152,8 @@ class ReportIntake:
                 return await finish(
                     self.spool.run_in_thread(
                         assignment.id, receive_update, self.spool, assignment.id, request, validate
-                    )
+                    ),
+                    _note_refused,
                 )
         except asyncio.CancelledError:  # the caller is gone; its next process may send another update
             self.spool.unseal(assignment.id, request.digest)
@@ -227,16 +227,8 @@ class ReportIntake:
         return Verdict(refusal.reason, text) if verdict.accepted else verdict
 
 
-async def finish(call: Coroutine[None, None, Result]) -> Result:
-    """Await a call of a thread to its end, even if this task is cancelled meanwhile."""
-    task = asyncio.ensure_future(call)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        if not task.cancelled() and (exc := task.exception()) is not None:
-            logs.get().info("an update without a caller was refused", error=str(exc))
-        raise
+def _note_refused(exc: BaseException) -> None:
+    logs.get().info("an update without a caller was refused", error=str(exc))
 
 
 def receive_update(

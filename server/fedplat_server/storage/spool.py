@@ -297,14 +297,10 @@ class Spool:
         if not (self._backend.takes_rows and self.stores_row(key, len(content))):
             return False
         with self._lock, files.translate_os_errors("opening an upload", "updates"):
-            if not self._is_needed(key):
-                raise UploadError("the assignment has ended")
-            earlier = self._files.get(key)
+            earlier = self._find_earlier(key, digest)
             if isinstance(earlier, RowFile) and earlier.digest == digest:
                 return True
             if earlier is not None and earlier.sealed:
-                if earlier.digest != digest:
-                    raise UploadError(f"the update {earlier.digest} was reported for this assignment already")
                 return False  # an earlier report of this file may be about to count
             if not self._has_room():
                 return False
@@ -464,15 +460,23 @@ class Spool:
                     file = self._files[key] = SpoolFile(path, name)
             return file if file is not None and file.is_named(name) else None
 
+    def _find_earlier(self, key: AssignmentId, name: str) -> SpoolFile | None:
+        """Return what an assignment has, which an update of this name may replace. The caller holds the lock.
+
+        Raises `UploadError` if the assignment has ended, or if an update with another name was sealed for it.
+        """
+        if not self._is_needed(key):
+            raise UploadError("the assignment has ended")
+        earlier = self._files.get(key)
+        if earlier is not None and earlier.sealed and not earlier.is_named(name):
+            raise UploadError(f"the update {earlier.digest} was reported for this assignment already")
+        return earlier
+
     def _replace(self, key: AssignmentId, name: str) -> SpoolFile:
         with self._lock, files.translate_os_errors("opening an upload", "updates"):
-            if not self._is_needed(key):
-                raise UploadError("the assignment has ended")
-            earlier = self._files.get(key)
+            earlier = self._find_earlier(key, name)
             if earlier is not None and earlier.is_named(name):
                 return earlier  # a concurrent call has just created it
-            if earlier is not None and earlier.sealed:
-                raise UploadError(f"the update {earlier.digest} was reported for this assignment already")
             self._remove(key)
             if self._in_memory(key.attempt.job_id):
                 file = MemoryFile(name)

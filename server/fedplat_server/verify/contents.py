@@ -9,15 +9,14 @@ from collections.abc import Mapping
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from fedplat.rounds import AssignmentId, AttemptKey
+from fedplat.rounds import AssignmentId
 from fedplat.rounds.invariants import records
+from fedplat_server.database import sql_contents
 from fedplat_server.database.tables import blob_contents, update_contents
 from fedplat_server.verify import files
 from fedplat_server.verify.checks import RESTORE, Finding, Report
 
 LOST_UPDATE = "Restart the daemon: it abandons the attempt and repeats the round. Then check the database's disk."
-
-
 RESTORED = "the next start of the daemon writes them again from the database"
 
 
@@ -50,8 +49,7 @@ async def read(connection: AsyncConnection) -> StoredContents:
     updates: dict[AssignmentId, tuple[str, str]] = {}
     async with connection.stream(select(update_contents)) as result:
         async for row in result:
-            key = AssignmentId(AttemptKey(row.job_id, row.round, row.number), row.client_id)
-            updates[key] = row.digest, hashlib.sha256(row.content).hexdigest()
+            updates[sql_contents.assignment_of(row)] = row.digest, hashlib.sha256(row.content).hexdigest()
     blobs: dict[str, tuple[str, int]] = {}
     async with connection.stream(select(blob_contents)) as result:
         async for row in result:

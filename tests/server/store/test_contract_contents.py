@@ -104,7 +104,7 @@ async def test_only_what_a_change_accepts_is_stored(store: Store) -> None:
     await report(driver, "a")
     await save(driver, event, contents=SmallContents({key: b"other bytes"}))  # a duplicate, which changes nothing
     other, event = reported(driver, "b")
-    stranger = other._replace(client_id="nobody")
+    stranger = other._replace(client_id="a stranger")
     await save(driver, event, contents=SmallContents({stranger: b"of no one"}, {"0" * 64: b"a blob of no version"}))
     assert await stored(store) == {key: content_of("a")}
     assert await store.contents.list_blobs() == frozenset()
