@@ -22,6 +22,7 @@ FedplatError
         │   └── RevokedError               an operator has revoked the client
         ├── IncompatibleServerError    the server uses another version of the protocol
         └── CallRefusedError           the server understood the call and refused it
+            ├── TooLargeError              more bytes than the server accepts there
             └── AssignmentEndedError       the assignment is no longer open, for example since its round has closed
 ```
 `fedplat_client.transport` translates gRPC's errors into these; no other module sees `grpc.RpcError`.
@@ -144,6 +145,10 @@ class IncompatibleServerError(CallError):
 
 class CallRefusedError(CallError):
     """The server understood the call and refused it."""
+
+
+class TooLargeError(CallRefusedError):
+    """More bytes were announced than the server accepts there; the text has both numbers."""
 
 
 class AssignmentEndedError(CallRefusedError):
