@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from fedplat.errors import TicketError
 from fedplat.wire.v1 import model_pb2
 from fedplat_client import Client, ClientOptions, Task, TrainResult
-from fedplat_client.cli import main
+from fedplat_client.commands import main
 from fedplat_client.errors import FencedError, RevokedError
 from support.fake_fleet import FakeFleet
 
