@@ -349,15 +349,29 @@ def test_a_daemon_knows_the_options_that_find_its_data(
 
 
 @pytest.mark.parametrize("command", ["show", "renew", "rotate-ca"])
-def test_certificates_that_are_not_there(run: Run, command: str) -> None:
-    assert "fedplat-server init creates it" in line_of(run("certificates", command), 2)
+def test_certificates_that_are_not_there(run: Run, command: str, data: Path) -> None:
+    said = line_of(run("certificates", command), 2)
+    assert f"check --data-dir, or create it: fedplat-server init --data-dir {data}\n" in said
+    assert not data.exists()
+
+
+@pytest.mark.parametrize("command", [("renew",), ("rotate-ca",)])
+def test_certificates_are_not_changed_without_their_database(run: Run, command: tuple[str, ...], data: Path) -> None:
+    """Else the change would be refused and done, and missing in the audit log."""
+    run("init")
+    before = files_of(data)
+    (data / "fedplat.sqlite").rename(data.parent / "moved.sqlite")
+    assert "is empty" in line_of(run("certificates", *command), 1)
+    assert files_of(data) == before
 
 
 def test_wrong_arguments_for_certificates(run: Run, data: Path) -> None:
     run("init")
     before = files_of(data)
     assert "expected a host name" in line_of(run("certificates", "renew", "--host", "a b"), 2)
-    assert "begin with: certificates rotate-ca" in line_of(run("certificates", "rotate-ca", "--finish"), 2)
+    assert f"begin with: fedplat-server certificates rotate-ca --data-dir {data}\n" in line_of(
+        run("certificates", "rotate-ca", "--finish"), 2
+    )
     (data / "pki" / "ca.key").write_text("rubbish")
     assert "the certificate authority" in line_of(run("certificates", "renew"), 2)
     after = files_of(data)

@@ -7,6 +7,7 @@ import shlex
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -267,8 +268,8 @@ def renew_certificates(
     A running server loads them without a restart.
     """
     folder = PkiFolder.of(data_dir)
-    folder.renew(pki_folder.all_hosts(host) if host else folder.hosts(), tls.utc_now())
-    _note(database_url(data_dir, database), "renew", folder)
+    hosts = pki_folder.all_hosts(host) if host else folder.hosts()
+    _change(data_dir, database, "renew", lambda: folder.renew(hosts, tls.utc_now()))
     print(f"renewed {folder.files.certificate}; a running server uses it for new connections")
 
 
@@ -284,20 +285,24 @@ def rotate_ca(
     """
     folder = PkiFolder.of(data_dir)
     if finish:
-        folder.finish_rotation(tls.utc_now())
-        _note(database_url(data_dir, database), "rotate-ca --finish", folder)
+        _change(data_dir, database, "rotate-ca --finish", lambda: folder.finish_rotation(tls.utc_now()))
         print(f"removed the old authority; only clients and operators with the new {folder.ca} can connect")
         return
-    folder.rotate(tls.utc_now())
-    _note(database_url(data_dir, database), "rotate-ca", folder)
+    _change(data_dir, database, "rotate-ca", lambda: folder.rotate(tls.utc_now()))
     print(
         f"made a new authority; the old one is still trusted. Give the new {folder.ca} to operators and clients, "
         f"then run: fedplat-server certificates rotate-ca --finish{repeat_options()}"
     )
 
 
-def _note(url: str, command: str, folder: PkiFolder) -> None:
-    entry = audit.AuditEntry(
-        audit.HOST, audit.AuditAction.CERTIFICATES_CHANGED, command, {"hosts": ", ".join(folder.hosts())}
-    )
+def _change(data_dir: Path, database: str | None, command: str, change: Callable[[], object]) -> None:
+    """Change certificates and note it in the audit log; neither, if the database is another one or does not answer."""
+    folder = PkiFolder.of(data_dir)
+    folder.hosts()  # raises before the folder of a new database would be made
+    url = database_url(data_dir, database)
+    check_database(data_dir, url)
+    with_store(url, lambda store: store.audit.read_head())
+    change()
+    hosts = ", ".join(folder.hosts())
+    entry = audit.AuditEntry(audit.HOST, audit.AuditAction.CERTIFICATES_CHANGED, command, {"hosts": hosts})
     with_store(url, lambda store: store.audit.append([entry]))

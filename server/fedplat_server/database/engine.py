@@ -51,9 +51,22 @@ _DRIVERS = {
     "postgresql": "postgresql+asyncpg",
     "postgresql+asyncpg": "postgresql+asyncpg",
 }
+_PLACE = ("host", "port")
+"""Parameters of a URL that name the place of a database, such as the folder of a socket."""
+_FILES = ("sslrootcert", "sslcert", "sslkey", "sslcrl", "passfile")
+"""Parameters of a URL that name a file."""
 # Classes of SQLSTATE: connection lost, out of resources (disk, memory, connections), shut down, system error.
 _UNAVAILABLE = re.compile(r"08...|53...|57P..|58...")
 _CONFLICTS = frozenset({"40001", "40P01"})  # serialization failure, deadlock
+_OPTION = "--database (or FEDPLAT_DATABASE)"
+_ADVICE = {
+    "28000": f"correct the user in {_OPTION}, create it (createuser), or let pg_hba.conf accept it",
+    "28P01": f"correct the user or the password in {_OPTION}, or in PGPASSFILE",
+    "3D000": f"create it (createdb), or correct the name in {_OPTION}",
+    "42501": "make the user the owner of the database (ALTER DATABASE ... OWNER TO ...), which may create tables",
+    "42704": f"correct the parameters after the ? in {_OPTION}",
+}
+"""What to do about an error, by SQLSTATE."""
 _DISK_FULL = "53100"
 # 1: an error in the SQL; 11: damaged; 26: not a database. The other codes of sqlite3.OperationalError may be temporary.
 _SQLITE_PERMANENT = frozenset({1, 11, 26})
@@ -76,18 +89,31 @@ def async_url(database: str) -> URL:
         raise ConfigError(f"database {shown}: {url.drivername} is not supported; {_EXPECTED}")
     if driver == "sqlite+aiosqlite" and (not url.database or url.database == ":memory:"):
         raise ConfigError(f"database {shown} names no file; {_EXPECTED}")
-    if driver == "postgresql+asyncpg":
-        if importlib.util.find_spec("asyncpg") is None:
-            raise ConfigError(f"PostgreSQL needs a driver: {install_command('postgres', 'fedplat-server')}")
-        if sslmode := url.query.get("sslmode"):  # the name in libpq
-            url = url.difference_update_query(["sslmode"]).update_query_dict({"ssl": sslmode})
-    return url.set(drivername=driver)
+    return (_check_postgres(url) if driver == "postgresql+asyncpg" else url).set(drivername=driver)
+
+
+def _check_postgres(url: URL) -> URL:
+    """Return a URL of PostgreSQL with the parameters of asyncpg. Raises `ConfigError`."""
+    if importlib.util.find_spec("asyncpg") is None:
+        raise ConfigError(f"PostgreSQL needs a driver: {install_command('postgres', 'fedplat-server')}")
+    for name in _FILES:
+        if isinstance(path := url.query.get(name), str) and not Path(path).is_file():
+            raise ConfigError(f"database {show(url)}: {name}={path} is no file; correct the path, or leave it out")
+    if sslmode := url.query.get("sslmode"):  # the name in libpq
+        url = url.difference_update_query(["sslmode"]).update_query_dict({"ssl": sslmode})
+    return url
 
 
 def describe(database: str) -> str:
     """Return a database's URL without a password."""
     url = async_url(database)
     return url._replace(drivername=url.get_backend_name(), password=None, query=immutabledict()).render_as_string()
+
+
+def show(url: URL) -> str:
+    """Return a URL for a message: as an operator writes it, without passwords and parameters but the place."""
+    place = {name: url.query[name] for name in _PLACE if name in url.query}
+    return url._replace(drivername=url.get_backend_name(), query=immutabledict(place)).render_as_string()
 
 
 def sqlite_path(url: URL) -> Path | None:
@@ -107,7 +133,9 @@ def create_engine(url: URL, *, foreign_keys: bool = True, timeout_s: float | Non
     """
     pool = {"pool_size": NUM_READERS + num_writers(url), "max_overflow": 0, "json_serializer": _to_json}
     if url.get_backend_name() == "postgresql":
+        url, dsn = _split_parameters(url)
         options = {
+            "dsn": dsn,
             "timeout": timeout_s or CONNECT_TIMEOUT_S,
             "command_timeout": timeout_s or COMMAND_TIMEOUT_S,
             "server_settings": {"idle_in_transaction_session_timeout": f"{ABANDONED_S}s"},
@@ -121,6 +149,18 @@ def create_engine(url: URL, *, foreign_keys: bool = True, timeout_s: float | Non
 
     event.listen(engine.sync_engine, "connect", on_connect)
     return engine
+
+
+def _split_parameters(url: URL) -> tuple[URL, str]:
+    """Return a URL with the parameters that SQLAlchemy reads, and one with the others, for asyncpg.
+
+    asyncpg reads those of libpq, such as `sslrootcert`, from a URL only; what it does not know are settings of the
+    server, which refuses unknown ones.
+    """
+    others = [name for name in url.query if name not in (*_PLACE, "ssl") and not name.startswith("prepared_statement_")]
+    query = {name: url.query[name] for name in others}
+    dsn = URL.create("postgresql", query=query).render_as_string() if others else ""
+    return url.difference_update_query(others), dsn
 
 
 def create_blocking_engine(url: URL) -> sqlalchemy.Engine:
@@ -181,15 +221,19 @@ def translate_errors(url: URL) -> Generator[None]:
     except exc.DBAPIError as error:
         raise _translate(error, url) from error
     except (exc.TimeoutError, TimeoutError, OSError) as error:
-        raise StoreUnavailableError(f"the database {url.render_as_string()} does not answer: {error}") from error
+        raise StoreUnavailableError(
+            f"the database {show(url)} does not answer ({error}): start it, or correct {_OPTION}"
+        ) from error
     except exc.SQLAlchemyError as error:
-        raise StoreError(f"the database {url.render_as_string()} refused: {error}") from error
+        raise StoreError(f"the database {show(url)} refused: {error}") from error
 
 
 def _translate(error: exc.DBAPIError, url: URL) -> StoreError:
     # Without the statement and its parameters, which SQLAlchemy adds to its own message.
-    message = f"error of the database {url.render_as_string()}: {error.orig}"
     sqlstate = getattr(error.orig, "sqlstate", None)
+    message = f"error of the database {show(url)}: {error.orig}"
+    if advice := _ADVICE.get(str(sqlstate)):
+        message += f"; {advice}"
     if sqlstate in _CONFLICTS:
         return ConflictError(message)
     if sqlstate == _DISK_FULL or getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:

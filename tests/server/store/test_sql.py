@@ -9,6 +9,7 @@ import json
 import time
 import tracemalloc
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from fedplat_server.database.engine import async_url, create_engine
 from fedplat_server.database.records import AttemptFilter
 from fedplat_server.database.store import Store, open_store
 from fedplat_server.database.transactions import MAX_TRIES, Database
-from fedplat_server.errors import StoreError, StoreUnavailableError
+from fedplat_server.errors import ConfigError, StoreError, StoreUnavailableError
 from support.databases import execute_sql
 from support.store.driver import JOB_FILE, NOW, Driver, check_invariants, draft, eventful, run_to_the_end, token_hash
 
@@ -315,6 +316,43 @@ async def test_a_database_that_takes_no_connections_is_unavailable(postgres: str
             await open_store(guest)
     finally:
         await execute_sql(postgres_server, "DROP ROLE guest")
+
+
+async def test_parameters_of_libpq_in_the_url_reach_the_database(postgres: str, tmp_path: Path) -> None:
+    authority = tmp_path / "ca.pem"
+    authority.touch()
+    parameters = {"application_name": "a probe", "sslrootcert": str(authority)}
+    url = async_url(postgres).update_query_dict(parameters).render_as_string(hide_password=False)
+    async with opened(url) as store:
+        assert await store.retention.read_database_id()
+        found = "datname = current_database() AND application_name = 'a probe'"
+        await execute_sql(
+            postgres, f"DO $$ BEGIN ASSERT (SELECT count(*) FROM pg_stat_activity WHERE {found}) > 0; END $$"
+        )
+    authority.unlink()
+    with pytest.raises(ConfigError, match=r"sslrootcert=\S+ is no file; correct the path"):
+        await open_store(url)
+
+
+@pytest.mark.parametrize(
+    ("change", "advice"),
+    [
+        ({"database": "nosuch"}, r"nosuch.*does not exist; create it \(createdb\), or correct the name in --database"),
+        ({"username": "nosuch"}, r"nosuch.*does not exist; correct the user in --database \(or FEDPLAT_DATABASE\)"),
+        ({"parameter": "1"}, r"parameter.*; correct the parameters after the \? in --database"),
+        ({"host": "/nosuch"}, r"postgresql://.*does not answer .*: start it, or correct --database"),
+    ],
+)
+async def test_a_database_that_cannot_be_used_says_what_to_do(
+    postgres: str, change: dict[str, str], advice: str
+) -> None:
+    """Its URL is shown as an operator writes it, without a password."""
+    url, (name, value) = async_url(postgres).set(password="a secret"), next(iter(change.items()))
+    given = url.set(**change) if name in ("database", "username") else url.update_query_dict({name: value})
+    with pytest.raises(StoreError, match=advice) as caught:
+        await open_store(given.render_as_string(hide_password=False))
+    assert "asyncpg" not in str(caught.value)
+    assert "secret" not in str(caught.value)
 
 
 async def test_everything_lasts_through_a_new_start(database: str) -> None:
