@@ -270,7 +270,8 @@ def test_an_operator_whose_profile_cannot_be_written_is_not_made(run: Run, data:
     assert [one.name for one in operators_of(data)] == ["admin"]
 
 
-def test_operators_need_a_database(run: Run) -> None:
+def test_operators_need_a_database(run: Run, data: Path) -> None:
+    data.mkdir()
     assert "db upgrade" in line_of(run("operator", "list"), 1)
     assert "db upgrade" in line_of(run("operator", "add", "ben", "--role", "viewer"), 1)
 
@@ -365,6 +366,27 @@ def test_certificates_are_not_changed_without_their_database(run: Run, command: 
     assert files_of(data) == before
 
 
+@pytest.mark.parametrize("command", ["db current", "operator list", "operator add x --role viewer", "run --insecure"])
+def test_a_folder_that_is_not_there_is_not_made_by_a_command_that_needs_it(run: Run, command: str, data: Path) -> None:
+    said = line_of(run(*command.split()), 2)
+    assert f"set --data-dir to that of the daemon, or make it: fedplat-server init --data-dir {data}\n" in said
+    assert not data.exists()
+
+
+def test_another_profile_has_the_address_of_the_first_one(run: Run, data: Path, tmp_path: Path) -> None:
+    run("init", "--host", "fed.example.org", "--port", "7000")
+    assert run("operator", "add", "ben", "--role", "viewer", "--out", str(tmp_path / "ben.toml"))[0] == 0
+    assert profile.load(tmp_path / "ben.toml").server == "fed.example.org:7000"
+
+
+def test_a_database_that_cannot_be_opened_names_the_reason(run: Run, data: Path) -> None:
+    """Without a traceback of the driver's thread, which outlives the command."""
+    (data / "fedplat.sqlite").mkdir(parents=True)
+    for command in ("init", "verify", "db current"):
+        said = line_of(run(*command.split()), 1)
+        assert "fedplat.sqlite cannot be opened (Is a directory): let the user of the server read and write it" in said
+
+
 def test_wrong_arguments_for_certificates(run: Run, data: Path) -> None:
     run("init")
     before = files_of(data)
@@ -386,6 +408,7 @@ def test_wrong_paths_and_names_are_one_sentence_and_leave_nothing(run: Run, data
         "fedplat-server: --host 'not a host': expected a host name or an address, without a port\n",
     )
     assert not data.exists()
+    data.mkdir()
     own = ["--tls-certificate", str(file), "--tls-key", str(file)]
     for option in ("--blobs", "--spool"):
         code, _, err = run("run", "--listen", "127.0.0.1:0", *own, option, str(file))

@@ -189,10 +189,12 @@ def read(path: Path) -> list[x509.Certificate]:
     """Read the certificates of a PEM file. Raises `ConfigError` if it is unreadable."""
     try:
         return x509.load_pem_x509_certificates(path.read_bytes())
-    except OSError as exc:
+    except (FileNotFoundError, NotADirectoryError) as exc:
         raise ConfigError(
             f"{path} cannot be read: {exc.strerror}; check --data-dir, or create it: fedplat-server init"
         ) from exc
+    except OSError as exc:
+        raise ConfigError(f"{path} cannot be read: {exc.strerror}; let the user of the server read it") from exc
     except ValueError as exc:
         raise ConfigError(f"{path} holds no certificates in PEM: {exc}") from exc
 

@@ -32,6 +32,7 @@ from fedplat_server.cli.options import (
     LogLevel,
     Spool,
     blob_place,
+    check_data_dir,
     check_database,
     database_url,
     format_options,
@@ -443,7 +444,7 @@ def upgrade(data_dir: DataDir = DEFAULT_DATA_DIR, database: Database = None) -> 
 
     Safe to repeat.
     """
-    url = database_url(data_dir, database)
+    url = database_url(data_dir, database, is_new=True)
     check_database(data_dir, url)
     protect(data_dir, url)
     before = schema.current(url)
@@ -478,8 +479,7 @@ def verify_(
     """
     from fedplat_server.cli import prune
 
-    if not data_dir.is_dir():
-        raise ConfigError(f"there is no data folder {data_dir}; set --data-dir to that of the daemon")
+    check_data_dir(data_dir)
     place, url = blob_place(data_dir, blobs), database_url(data_dir, database)
     identity = with_store(url, lambda store: owner.identify(store, url))
     for folder in {place.data_dir, place.data_dir if place.is_remote else place.folder}:

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from fedplat.admin import profile
+from fedplat.errors import ProfileError
 from fedplat_server import config, errors
 from fedplat_server.auth import pki_folder, tls
 from fedplat_server.auth.pki_folder import PkiFolder
@@ -59,7 +60,7 @@ def init(
     Safe to repeat: what exists is kept.
     """
     pki_folder.all_hosts(host or [])  # raises before anything is made
-    url = database_url(data_dir, database)
+    url = database_url(data_dir, database, is_new=True)
     check_database(data_dir, url)
     protect(data_dir, url)
     folder = PkiFolder.of(data_dir.resolve())
@@ -165,8 +166,13 @@ def add_operator(  # noqa: PLR0913 -- one parameter for each option of the comma
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="File for the profile. Default: stdout.")] = None,
     server: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Address of the server in the profile.")
-    ] = profile.DEFAULT_SERVER,
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Address of the server in the profile. Default: that in DATA_DIR/admin.toml, or else "
+            f"{profile.DEFAULT_SERVER}.",
+        ),
+    ] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Write a profile for a server that runs with --insecure.")
     ] = False,
@@ -185,7 +191,8 @@ def add_operator(  # noqa: PLR0913 -- one parameter for each option of the comma
     trusted = profile.load_ca(ca) if ca.exists() and not insecure else ""
     token, _ = audit.new_operator_token()
     url = database_url(data_dir, database)
-    operator_profile = profile.Profile(server=server, token=token, ca=trusted, insecure=insecure)
+    address = server or _find_address(data_dir / "admin.toml")
+    operator_profile = profile.Profile(server=address, token=token, ca=trusted, insecure=insecure)
     if out is None:
         add_operator_to(url, record, token)
         sys.stdout.write(profile.dump(operator_profile))
@@ -197,6 +204,14 @@ def add_operator(  # noqa: PLR0913 -- one parameter for each option of the comma
         out.unlink(missing_ok=True)
         raise
     print(f"operator {name} ({record.role}) works with: fedplat --profile {out} status")
+
+
+def _find_address(path: Path) -> str:
+    """Return the address in the profile of the first operator; the default one if there is none."""
+    try:
+        return profile.load(path).server
+    except ProfileError:
+        return profile.DEFAULT_SERVER
 
 
 @app.command("list")

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import random
 import re
+import shutil
 import sqlite3
 import time
 from collections.abc import Generator
@@ -65,8 +66,16 @@ _ADVICE = {
     "3D000": f"create it (createdb), or correct the name in {_OPTION}",
     "42501": "make the user the owner of the database (ALTER DATABASE ... OWNER TO ...), which may create tables",
     "42704": f"correct the parameters after the ? in {_OPTION}",
+    sqlite3.SQLITE_READONLY: "let the user of the server write the file and its folder",
+    sqlite3.SQLITE_IOERR: "check its disk",
+    sqlite3.SQLITE_CORRUPT: f"restore it from a backup, or correct {_OPTION}",
+    sqlite3.SQLITE_CANTOPEN: "let the user of the server read and write the file and its folder",
+    sqlite3.SQLITE_FULL: "free space on its disk",
+    sqlite3.SQLITE_NOTADB: f"restore it from a backup, or correct {_OPTION}",
 }
-"""What to do about an error, by SQLSTATE."""
+"""What to do about an error, by SQLSTATE or the primary code of SQLite."""
+FULL_BYTES = 1 << 16
+"""Free space below which SQLite fails with an I/O error: its shared memory is a file of 32 KiB beside the database."""
 _DISK_FULL = "53100"
 # 1: an error in the SQL; 11: damaged; 26: not a database. The other codes of sqlite3.OperationalError may be temporary.
 _SQLITE_PERMANENT = frozenset({1, 11, 26})
@@ -119,6 +128,20 @@ def show(url: URL) -> str:
 def sqlite_path(url: URL) -> Path | None:
     """Return the file of a SQLite database; None for PostgreSQL."""
     return Path(url.database) if url.get_backend_name() == "sqlite" and url.database else None
+
+
+def check_readable(path: Path) -> None:
+    """Raise `StoreUnavailableError` with the reason if the file of a SQLite database is there and cannot be opened."""
+    try:
+        with path.open("rb"):
+            return
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise StoreUnavailableError(
+            f"the database {path} cannot be opened ({error.strerror}): let the user of the server read and write it, "
+            f"or correct {_OPTION}"
+        ) from error
 
 
 def num_writers(url: URL) -> int:
@@ -231,20 +254,29 @@ def translate_errors(url: URL) -> Generator[None]:
 def _translate(error: exc.DBAPIError, url: URL) -> StoreError:
     # Without the statement and its parameters, which SQLAlchemy adds to its own message.
     sqlstate = getattr(error.orig, "sqlstate", None)
+    code = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF
+    if code == sqlite3.SQLITE_IOERR and _is_disk_full(url):
+        code = sqlite3.SQLITE_FULL
     message = f"error of the database {show(url)}: {error.orig}"
-    if advice := _ADVICE.get(str(sqlstate)):
+    if advice := _ADVICE.get(sqlstate or code):
         message += f"; {advice}"
     if sqlstate in _CONFLICTS:
         return ConflictError(message)
-    if sqlstate == _DISK_FULL or getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+    if sqlstate == _DISK_FULL or code == sqlite3.SQLITE_FULL:
         note_full("database")
         return StoreFullError(message)
     if error.connection_invalidated or (sqlstate is not None and _UNAVAILABLE.fullmatch(sqlstate)):
         return StoreUnavailableError(message)
     if isinstance(error.orig, sqlite3.OperationalError):
-        is_permanent = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF in _SQLITE_PERMANENT
-        return StoreError(message) if is_permanent else StoreUnavailableError(message)
+        return StoreError(message) if code in _SQLITE_PERMANENT else StoreUnavailableError(message)
     # asyncpg's InterfaceError also covers values that it cannot encode, for which a retry is useless.
     if isinstance(error, exc.InterfaceError) and "connection" in str(error.orig):
         return StoreUnavailableError(message)
     return StoreError(message)
+
+
+def _is_disk_full(url: URL) -> bool:
+    path = sqlite_path(url)
+    with contextlib.suppress(OSError):
+        return path is not None and shutil.disk_usage(path.parent).free < FULL_BYTES
+    return False

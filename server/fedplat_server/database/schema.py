@@ -27,7 +27,15 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from fedplat_server import crash_points, errors
-from fedplat_server.database.engine import WRITES, async_url, create_engine, show, sqlite_path, translate_errors
+from fedplat_server.database.engine import (
+    WRITES,
+    async_url,
+    check_readable,
+    create_engine,
+    show,
+    sqlite_path,
+    translate_errors,
+)
 from fedplat_server.database.tables import database_identity, schema_compatibility
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
@@ -158,6 +166,8 @@ async def _read(url: URL) -> SchemaState:
         if not path.parent.is_dir():
             raise errors.StoreUnavailableError(f"the database {path}: there is no folder {path.parent}")
         return SchemaState(None, None)
+    if path is not None:
+        check_readable(path)
     with translate_errors(url):
         engine = create_engine(url)
         try:

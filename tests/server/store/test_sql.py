@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import shutil
+import sqlite3
 import time
 import tracemalloc
 from collections.abc import AsyncGenerator
@@ -20,11 +22,11 @@ from fedplat.rounds.events import AssignmentFailed, JobAction, OperatorCommand
 from fedplat.rounds.states import JobStatus, Reason
 from fedplat.texts import shorten
 from fedplat_server.database import transactions
-from fedplat_server.database.engine import async_url, create_engine
+from fedplat_server.database.engine import async_url, create_engine, translate_errors
 from fedplat_server.database.records import AttemptFilter
 from fedplat_server.database.store import Store, open_store
 from fedplat_server.database.transactions import MAX_TRIES, Database
-from fedplat_server.errors import ConfigError, StoreError, StoreUnavailableError
+from fedplat_server.errors import ConfigError, StoreError, StoreFullError, StoreUnavailableError
 from support.databases import execute_sql
 from support.store.driver import JOB_FILE, NOW, Driver, check_invariants, draft, eventful, run_to_the_end, token_hash
 
@@ -353,6 +355,24 @@ async def test_a_database_that_cannot_be_used_says_what_to_do(
         await open_store(given.render_as_string(hide_password=False))
     assert "asyncpg" not in str(caught.value)
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.fault("F7")
+@pytest.mark.parametrize(("free_bytes", "advice"), [(0, "free space on its disk"), (1 << 30, "check its disk")])
+def test_a_full_disk_that_sqlite_calls_an_io_error_is_named(
+    sqlite: str, free_bytes: int, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no room for the file of its shared memory, which every command needs."""
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free_bytes))
+    error = sqlite3.OperationalError("disk I/O error")
+    error.sqlite_errorcode = sqlite3.SQLITE_IOERR_SHMSIZE
+    with (
+        pytest.raises(StoreUnavailableError, match=f"disk I/O error; {advice}$") as caught,
+        translate_errors(async_url(sqlite)),
+    ):
+        raise sqlalchemy.exc.OperationalError("BEGIN", None, error)
+    assert isinstance(caught.value, StoreFullError) == (free_bytes == 0)
 
 
 async def test_everything_lasts_through_a_new_start(database: str) -> None:
