@@ -136,7 +136,11 @@ class FencedError(IdentityError):
 
 
 class RevokedError(IdentityError):
-    """An operator has revoked this client."""
+    """An operator has revoked this client: its key is never accepted again."""
+
+    def __init__(self, code: str, text: str, retry: model_pb2.RetryWindow | None = None) -> None:
+        advice = "to take part again, enroll as another client, with a new ticket and another data directory"
+        super().__init__(code, f"{text}; {advice}", retry)
 
 
 class IncompatibleServerError(CallError):

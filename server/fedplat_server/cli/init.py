@@ -207,7 +207,7 @@ def add_operator(  # noqa: PLR0913 -- one parameter for each option of the comma
 
 
 def _find_address(path: Path) -> str:
-    """Return the address in the profile of the first operator; the default one if there is none."""
+    """Return the address in the profile of the first operator; else the default one."""
     try:
         return profile.load(path).server
     except ProfileError:

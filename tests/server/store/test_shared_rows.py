@@ -101,7 +101,12 @@ async def test_a_row_that_is_about_to_be_committed_again_is_kept(
     store: Store, postgres: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver, stop = await prepared(store), Stop()
-    monkeypatch.setattr(crash_points, "point", lambda name: stop() if name == "rows.uncommitted" else None)
+
+    def point(name: str) -> None:
+        if name == "rows.uncommitted":
+            stop()
+
+    monkeypatch.setattr(crash_points, "point", point)
     committing = asyncio.create_task(commit(driver, "two"))
     await stop.reached.wait()
     pruning = asyncio.create_task(give_up(store))

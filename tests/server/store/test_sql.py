@@ -13,10 +13,11 @@ import tracemalloc
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import sqlalchemy
-from sqlalchemy import event, text
+from sqlalchemy import event, exc, text
 
 from fedplat.rounds.events import AssignmentFailed, JobAction, OperatorCommand
 from fedplat.rounds.states import JobStatus, Reason
@@ -337,20 +338,23 @@ async def test_parameters_of_libpq_in_the_url_reach_the_database(postgres: str, 
 
 
 @pytest.mark.parametrize(
-    ("change", "advice"),
+    ("name", "value", "advice"),
     [
-        ({"database": "nosuch"}, r"nosuch.*does not exist; create it \(createdb\), or correct the name in --database"),
-        ({"username": "nosuch"}, r"nosuch.*does not exist; correct the user in --database \(or FEDPLAT_DATABASE\)"),
-        ({"parameter": "1"}, r"parameter.*; correct the parameters after the \? in --database"),
-        ({"host": "/nosuch"}, r"postgresql://.*does not answer .*: start it, or correct --database"),
+        ("database", "nosuch", r"nosuch.*does not exist; create it \(createdb\), or correct the name in --database"),
+        ("username", "nosuch", r"nosuch.*does not exist; correct the user in --database \(or FEDPLAT_DATABASE\)"),
+        ("parameter", "1", r"parameter.*; correct the parameters after the \? in --database"),
+        ("host", "/nosuch", r"postgresql://.*does not answer .*: start it, or correct --database"),
     ],
 )
 async def test_a_database_that_cannot_be_used_says_what_to_do(
-    postgres: str, change: dict[str, str], advice: str
+    postgres: str, name: str, value: str, advice: str
 ) -> None:
     """Its URL is shown as an operator writes it, without a password."""
-    url, (name, value) = async_url(postgres).set(password="a secret"), next(iter(change.items()))
-    given = url.set(**change) if name in ("database", "username") else url.update_query_dict({name: value})
+    url = async_url(postgres).set(password="a secret")
+    if name in ("database", "username"):
+        given = url.set(database=value) if name == "database" else url.set(username=value)
+    else:
+        given = url.update_query_dict({name: value})
     with pytest.raises(StoreError, match=advice) as caught:
         await open_store(given.render_as_string(hide_password=False))
     assert "asyncpg" not in str(caught.value)
@@ -364,14 +368,14 @@ def test_a_full_disk_that_sqlite_calls_an_io_error_is_named(
 ) -> None:
     """It has no room for the file of its shared memory, which every command needs."""
     usage = shutil.disk_usage("/")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free_bytes))
+    monkeypatch.setattr(shutil, "disk_usage", Mock(return_value=usage._replace(free=free_bytes)))
     error = sqlite3.OperationalError("disk I/O error")
     error.sqlite_errorcode = sqlite3.SQLITE_IOERR_SHMSIZE
     with (
         pytest.raises(StoreUnavailableError, match=f"disk I/O error; {advice}$") as caught,
         translate_errors(async_url(sqlite)),
     ):
-        raise sqlalchemy.exc.OperationalError("BEGIN", None, error)
+        raise exc.OperationalError("BEGIN", None, error)
     assert isinstance(caught.value, StoreFullError) == (free_bytes == 0)
 
 
