@@ -185,7 +185,10 @@ def add_operator(  # noqa: PLR0913 -- one parameter for each option of the comma
     """
     if out is not None and out.exists():
         raise errors.ConfigError(f"{out} exists already and is not replaced; choose another --out")
-    expires_in_s = audit.parse_duration_s(expires) if expires is not None else None
+    try:
+        expires_in_s = audit.parse_duration_s(expires) if expires is not None else None
+    except errors.ConfigError as exc:
+        raise errors.ConfigError(f"--expires: {exc}") from exc
     record = new_operator(name, role, expires_in_s)
     ca = data_dir / "pki" / "ca.pem"
     trusted = profile.load_ca(ca) if ca.exists() and not insecure else ""
@@ -226,8 +229,13 @@ def list_operators(data_dir: DataDir = DEFAULT_DATA_DIR, database: Database = No
 def remove_operator(name: NameArgument, data_dir: DataDir = DEFAULT_DATA_DIR, database: Database = None) -> None:
     """Remove an operator and revoke its token."""
     entry = audit.AuditEntry(audit.HOST, audit.AuditAction.OPERATOR_REMOVED, name)
-    with_store(database_url(data_dir, database), lambda store: store.operators.remove_operator(name, [entry]))
+    url = database_url(data_dir, database)
+    with_store(url, lambda store: store.operators.remove_operator(name, [entry]))
     print(f"operator {name} was removed")
+    if all(
+        record.role != audit.Role.ADMIN for record in with_store(url, lambda store: store.operators.list_operators())
+    ):
+        print(f"no admin is left; add one with: fedplat-server operator add NAME --role admin{repeat_options()}")
 
 
 def new_operator(name: str, role: str, expires_in_s: float | None = None) -> audit.OperatorRecord:
