@@ -9,8 +9,10 @@ memory of a client that trains with `noop.py` is counted from one task to the ne
 
 from __future__ import annotations
 
+import builtins
 import functools
 import hashlib
+import io
 import mmap
 import os
 import struct
@@ -24,9 +26,12 @@ from typing import Any
 
 import noop
 
-NAMES = ("syncs", "unlinks", "renames", "hashed", "writes", "empty writes", "database syncs", "peak")
-"""The counts: calls of fsync and fdatasync by Python; removed and renamed files; bytes of SHA-256; transactions that
-write, those of them that changed nothing, the syncs of the others; and the most memory of Python and NumPy in bytes."""
+NAMES = ("syncs", "unlinks", "renames", "hashed", "read back", "writes", "empty writes", "database syncs", "peak")
+"""The counts: calls of fsync and fdatasync by Python; removed and renamed files; bytes of SHA-256; bytes read from the
+files of updates; transactions that write, those of them that changed nothing, the syncs of the others; and the most
+memory of Python and NumPy in bytes."""
+_UPDATES = ("/uploads/", "/memfd:", "/proc/self/fd/")
+"""What the path of a file of an update contains, in the folder of a server or in memory."""
 _CALLS = {"syncs": ("fsync", "fdatasync"), "unlinks": ("unlink", "remove"), "renames": ("rename", "replace")}
 _RECORD = struct.Struct(f"<{len(NAMES)}q")
 
@@ -98,6 +103,42 @@ def count_hashes(counts: Counts) -> None:
     hashlib.sha256, hashlib.new = Sha256, new  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def count_reads(counts: Counts) -> None:
+    """Count the bytes that are read from files of updates, which the server has received before."""
+    real_open, real_preadv = io.open, os.preadv
+
+    class Reader(io.FileIO):
+        def _count(self, data: bytes | None) -> bytes | None:
+            counts.add("read back", len(data or b""))
+            return data
+
+        def read(self, size: int | None = -1, /) -> bytes | None:
+            return self._count(super().read(-1 if size is None else size))
+
+        def readall(self) -> bytes | None:
+            return self._count(super().readall())
+
+        def readinto(self, buffer: Any, /) -> int | None:
+            size = super().readinto(buffer)
+            counts.add("read back", size or 0)
+            return size
+
+    def counted_open(file: Any, mode: str = "r", buffering: int = -1, *arguments: Any, **options: Any) -> Any:
+        if mode != "rb" or not any(part in os.path.abspath(str(file)) for part in _UPDATES):
+            return real_open(file, mode, buffering, *arguments, **options)
+        reader = Reader(file)
+        return reader if buffering == 0 else io.BufferedReader(reader)
+
+    def counted_preadv(descriptor: int, *arguments: Any) -> int:
+        size = real_preadv(descriptor, *arguments)
+        if any(part in os.readlink(f"/proc/self/fd/{descriptor}") for part in _UPDATES):
+            counts.add("read back", size)
+        return size
+
+    io.open = builtins.open = counted_open  # pyright: ignore[reportAttributeAccessIssue]
+    os.preadv = counted_preadv  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def count_transactions(counts: Counts) -> None:
     """Count the transactions of SQLAlchemy that write to SQLite, with `synchronous = FULL` one sync each.
 
@@ -133,6 +174,7 @@ def main(path: Path, program: str, *arguments: str) -> None:
     count_calls(counts)
     count_hashes(counts)
     if program == "fedplat-server":
+        count_reads(counts)
         count_transactions(counts)
     else:
         tracemalloc.start()

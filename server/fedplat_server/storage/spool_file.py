@@ -23,6 +23,7 @@ from typing import NamedTuple
 from typing_extensions import override
 
 from fedplat import durable, rounds
+from fedplat.model.running_norm import RunningNorm
 from fedplat.rounds import Attempt, AttemptKey
 from fedplat_server import crash_points, errors
 from fedplat_server.errors import UploadError
@@ -37,6 +38,7 @@ class SpoolFile:
 
     Its name is its declared digest, or an `upload_id` until the report declares the digest; both are "" if unknown.
     `sealed`: it was reported, and does not change. `durable`: it survives a power failure. `gone`: it was removed.
+    `norm`: what measures the content while it arrives, if an upload has brought it.
     """
 
     def __init__(self, path: Path, name: str) -> None:
@@ -46,6 +48,7 @@ class SpoolFile:
         self.sealed = False
         self.durable = False
         self.gone = False
+        self.norm: RunningNorm | None = None
         self.lock = threading.Lock()
         self._sha256 = hashlib.sha256()
         self._loaded = False
@@ -53,14 +56,21 @@ class SpoolFile:
         self._writeback = files.Writeback()
 
     def load(self) -> None:
-        """Hash the bytes that an earlier process has written, once."""
-        if self._loaded:
+        """Hash the bytes that an earlier process has written, once, and measure those that `norm` lacks."""
+        start = self.received if self._loaded else 0
+        if self.norm is not None:
+            start = min(start, self.norm.position)
+        if self._loaded and start == self.received:
             return
         if self.path.exists():
             with self.path.open("rb", buffering=0) as file:
+                file.seek(start)
                 while part := file.read(files.READ_BYTES):
-                    self._sha256.update(part)
-                    self.received += len(part)
+                    if not self._loaded:
+                        self._sha256.update(part)
+                        self.received += len(part)
+                    if self.norm is not None:
+                        self.norm.update(part)
         self._loaded = True
 
     def append(self, descriptor: int, data: durable.Bytes) -> None:
@@ -71,6 +81,8 @@ class SpoolFile:
             os.ftruncate(descriptor, self.received)  # remove a partial write, which is not hashed
             raise
         self._sha256.update(data)
+        if self.norm is not None:
+            self.norm.update(data)
         self.received += memoryview(data).nbytes
         self._writeback.on_written(descriptor, self.received)
 
@@ -79,6 +91,8 @@ class SpoolFile:
         os.truncate(self.path, 0)
         self.received = 0
         self._sha256 = hashlib.sha256()
+        if self.norm is not None:
+            self.norm.restart()
         self._writeback = files.Writeback()
 
     def is_named(self, name: str) -> bool:
@@ -218,19 +232,29 @@ class OpenUpload:
         if self._writers.get(self._file) is self:
             del self._writers[self._file]
             os.close(self._descriptor)
+            if self._file.norm is not None:
+                self._file.norm.pause()  # nothing may follow for a long time
 
 
-def resume_upload(file: SpoolFile, size_bytes: int, offset: int, writers: dict[SpoolFile, OpenUpload]) -> OpenUpload:
+def resume_upload(
+    file: SpoolFile,
+    size_bytes: int,
+    offset: int,
+    writers: dict[SpoolFile, OpenUpload],
+    norm: RunningNorm | None = None,
+) -> OpenUpload:
     """Return a new writer of a file after its first `offset` bytes, and fence the one that it has in `writers`.
 
+    The first `norm` of a file measures its content, also what is there already.
     Raises `UploadError` if the file was removed, or has another number of bytes.
     """
     with file.lock:
         if file.gone:
             raise UploadError("the upload was discarded meanwhile; resume at 0")
-        file.load()
         if (earlier := writers.get(file)) is not None:
             earlier.fence()
+        file.norm = file.norm or norm
+        file.load()
         if offset != file.received:
             raise UploadError(f"offset {offset} is not where the upload stopped; resume at {file.received}")
         writer = writers[file] = OpenUpload(file, size_bytes, writers)
