@@ -10,6 +10,7 @@ memory of a client that trains with `noop.py` is counted from one task to the ne
 from __future__ import annotations
 
 import builtins
+import contextlib
 import functools
 import hashlib
 import io
@@ -27,7 +28,7 @@ from typing import Any
 import noop
 
 NAMES = ("syncs", "unlinks", "renames", "hashed", "read back", "writes", "empty writes", "database syncs", "peak")
-"""The counts: calls of fsync and fdatasync by Python; removed and renamed files; bytes of SHA-256; bytes read from the
+"""The counts: calls of fsync and fdatasync by Python; removed and renamed files; bytes hashed; bytes read from the
 files of updates; transactions that write, those of them that changed nothing, the syncs of the others; and the most
 memory of Python and NumPy in bytes."""
 _UPDATES = ("/uploads/", "/memfd:", "/proc/self/fd/")
@@ -81,12 +82,12 @@ def count_calls(counts: Counts) -> None:
 
 
 def count_hashes(counts: Counts) -> None:
-    """Count the bytes of SHA-256."""
-    real = hashlib.sha256
+    """Count the bytes of SHA-256, and of BLAKE3 if it is installed."""
+    real, real_new = hashlib.sha256, hashlib.new
 
-    class Sha256:
-        def __init__(self, data: Any = b"", **_: Any) -> None:
-            self._hash = real()
+    class Counted:
+        def __init__(self, hash: Any, data: Any = b"") -> None:
+            self._hash = hash
             self.update(data)
 
         def update(self, data: Any) -> None:
@@ -96,11 +97,18 @@ def count_hashes(counts: Counts) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(self._hash, name)
 
-    def new(name: str, data: Any = b"", **options: Any) -> Any:
-        return Sha256(data) if name == "sha256" else real_new(name, data, **options)
+    def sha256(data: Any = b"", **_: Any) -> Any:
+        return Counted(real(), data)
 
-    real_new = hashlib.new
-    hashlib.sha256, hashlib.new = Sha256, new  # pyright: ignore[reportAttributeAccessIssue]
+    def new(name: str, data: Any = b"", **options: Any) -> Any:
+        return sha256(data) if name == "sha256" else real_new(name, data, **options)
+
+    hashlib.sha256, hashlib.new = sha256, new  # pyright: ignore[reportAttributeAccessIssue]
+    with contextlib.suppress(ImportError):
+        import blake3
+
+        blake3_of = blake3.blake3
+        blake3.blake3 = lambda data=b"": Counted(blake3_of(), data)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def count_reads(counts: Counts) -> None:
@@ -108,14 +116,14 @@ def count_reads(counts: Counts) -> None:
     real_open, real_preadv = io.open, os.preadv
 
     class Reader(io.FileIO):
-        def _count(self, data: bytes | None) -> bytes | None:
+        def _count(self, data: Any) -> Any:
             counts.add("read back", len(data or b""))
             return data
 
-        def read(self, size: int | None = -1, /) -> bytes | None:
+        def read(self, size: int | None = -1, /) -> Any:
             return self._count(super().read(-1 if size is None else size))
 
-        def readall(self) -> bytes | None:
+        def readall(self) -> Any:
             return self._count(super().readall())
 
         def readinto(self, buffer: Any, /) -> int | None:

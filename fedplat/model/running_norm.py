@@ -63,7 +63,7 @@ class RunningNorm:
         begin = self._position
         end = self._position = begin + len(part)
         if begin < len(header):
-            self._has_header &= part[: len(header) - begin] == header[begin:end]
+            self._has_header &= bytes(part[: len(header) - begin]) == header[begin:end]
         for start, stop, dtype in self._runs:
             if start < end and begin < stop:
                 self._add(part[max(start - begin, 0) : max(stop - begin, 0)], dtype, max(start, begin))

@@ -142,7 +142,7 @@ class ReportIntake:
 
         None if the assignment has ended since and the update was deleted: the coordinator then returns the verdict.
         """
-        validation.digest(request.digest)
+        validation.update_digest(request.digest)
         if request.upload_id:
             validation.upload_id(request.upload_id)
         if request.update:

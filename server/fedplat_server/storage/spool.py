@@ -57,6 +57,7 @@ from fedplat_server.storage.spool_file import (
     OpenUpload,
     RowFile,
     SpoolFile,
+    hash_update,
     name_attempt,
     name_update,
     resume_upload,
@@ -184,7 +185,7 @@ class Spool:
         Raises `UploadError` if the assignment has ended, if the upload did not stop at `offset`, or if an update with
         another name was sealed for this assignment.
         """
-        if not (files.is_digest(name) or files.is_upload_id(name)):
+        if not files.names_update(name):
             raise UploadError(f"{name[:100]!r} is not a digest: expected 64 lowercase hexadecimal digits")
         file = self._find(key, name) or self._replace(key, name)
         with files.translate_os_errors("opening an upload", "updates"):
@@ -420,8 +421,7 @@ class Spool:
                 return
             try:
                 self._backend.fetch(key, digest, temporary)
-                with temporary.open("rb") as file:
-                    found = hashlib.file_digest(file, "sha256").hexdigest()
+                found = hash_update(temporary, digest)
                 if found != digest:
                     raise BlobError(f"the copy of an update has the digest {found}; expected {digest}")
                 with self._lock:
@@ -455,7 +455,7 @@ class Spool:
     def _find(self, key: AssignmentId, name: str) -> SpoolFile | None:
         with self._lock:
             file = self._files.get(key)
-            if file is None and (files.is_digest(name) or files.is_upload_id(name)):
+            if file is None and files.names_update(name):
                 path = spool_path_of(self.folder, key, name)
                 if path.exists():
                     file = self._files[key] = SpoolFile(path, name)

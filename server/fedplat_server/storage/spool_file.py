@@ -22,9 +22,10 @@ from typing import NamedTuple
 
 from typing_extensions import override
 
-from fedplat import durable, rounds
+from fedplat import durable, extras, rounds
 from fedplat.model.running_norm import RunningNorm
 from fedplat.rounds import Attempt, AttemptKey
+from fedplat.wire import digests
 from fedplat_server import crash_points, errors
 from fedplat_server.errors import UploadError
 from fedplat_server.storage import files
@@ -50,7 +51,7 @@ class SpoolFile:
         self.gone = False
         self.norm: RunningNorm | None = None
         self.lock = threading.Lock()
-        self._sha256 = hashlib.sha256()
+        self._hash = new_hash(name)
         self._loaded = False
         self._failed = False
         self._writeback = files.Writeback()
@@ -67,7 +68,7 @@ class SpoolFile:
                 file.seek(start)
                 while part := file.read(files.READ_BYTES):
                     if not self._loaded:
-                        self._sha256.update(part)
+                        self._hash.update(part)
                         self.received += len(part)
                     if self.norm is not None:
                         self.norm.update(part)
@@ -80,7 +81,7 @@ class SpoolFile:
         except BaseException:
             os.ftruncate(descriptor, self.received)  # remove a partial write, which is not hashed
             raise
-        self._sha256.update(data)
+        self._hash.update(data)
         if self.norm is not None:
             self.norm.update(data)
         self.received += memoryview(data).nbytes
@@ -90,7 +91,7 @@ class SpoolFile:
         """Discard the content."""
         os.truncate(self.path, 0)
         self.received = 0
-        self._sha256 = hashlib.sha256()
+        self._hash = digests.UpdateHash(self._hash.kind)
         if self.norm is not None:
             self.norm.restart()
         self._writeback = files.Writeback()
@@ -105,7 +106,7 @@ class SpoolFile:
 
     def has_digest(self, digest: str) -> bool:
         """Return whether the content has this digest."""
-        return self._sha256.hexdigest() == digest
+        return self._hash.digest == digest
 
     def assign_digest(self, digest: str, path: Path) -> None:
         """Declare the digest of a file that has an `upload_id` only, and move the file to `path`."""
@@ -259,6 +260,20 @@ def resume_upload(
             raise UploadError(f"offset {offset} is not where the upload stopped; resume at {file.received}")
         writer = writers[file] = OpenUpload(file, size_bytes, writers)
         return writer
+
+
+def new_hash(name: str) -> digests.UpdateHash:
+    """Return a hash of the kind of a digest or an `upload_id`. Raises `BlobError` if this server does not have it."""
+    kind = digests.kind_of(name)
+    if kind and not digests.has_blake3():
+        command = extras.install_command("blake3", "fedplat-server")
+        raise errors.BlobError(f"an update has a digest of BLAKE3, which this server lacks: {command}")
+    return digests.UpdateHash(kind)
+
+
+def hash_update(path: Path, digest: str) -> str:
+    """Return the digest of a file, of the kind of another digest. Raises `BlobError` as `new_hash` does."""
+    return digests.hash_file(path, new_hash(digest).kind)
 
 
 def spool_path_of(folder: Path, key: rounds.AssignmentId, name: str) -> Path:
