@@ -233,7 +233,7 @@ Global___ModelRef: _TypeAlias = ModelRef  # noqa: Y015
 
 @_typing.final
 class Chunk(_message.Message):
-    """A piece of a file; pieces are sent in order. Servers send pieces of 1 MiB."""
+    """A piece of a file; pieces are sent in order. Servers send pieces of at most 2 MiB."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

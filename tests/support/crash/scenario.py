@@ -19,6 +19,7 @@ from grpc import aio
 from fedplat import codecs
 from fedplat.codecs.container import Format, options_from_text
 from fedplat.model import Parameters
+from fedplat.wire import digests
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
 from support import daemons
 from support.crash.nursery import Nursery, Order, Process
@@ -234,12 +235,15 @@ class Member:
                     raise
 
     async def _stream_by_id(self, token: str, content: bytes) -> fleet_pb2.ReportResponse | None:
-        """The same, with the digest after the bytes."""
-        return await self._stream(token, content, digest_of(content)[:32])
+        """The same, with the digest after the bytes, which is one of BLAKE3 if this environment has it."""
+        kind = digests.BLAKE3 if digests.has_blake3() else ""
+        return await self._stream(token, content, kind + digest_of(content)[:32])
 
     async def _stream(self, token: str, content: bytes, upload_id: str = "") -> fleet_pb2.ReportResponse | None:
         """The update as a stream, from where it stopped; then its report. None: the assignment is open no more."""
-        digest, examples = digest_of(content), num_examples(self.number)
+        hashed, examples = digests.UpdateHash(digests.kind_of(upload_id)), num_examples(self.number)
+        hashed.update(content)
+        digest = hashed.digest
         names: dict[str, Any] = {"digest": "" if upload_id else digest, "upload_id": upload_id}
 
         async def upload(client: RawClient) -> None:
