@@ -87,23 +87,23 @@ BOUNDS: Mapping[str, Mapping[str, float]] = {
     "4KB": {"server syncs": 4.0, "server transactions": 4.0, "empty transactions": 0.1, "unlinks": 0.5},
     "1MB": {
         "server syncs": 40.0,
-        "server hashed": 1.2,
-        "server read": 1.3,
+        "server hashed": 1.25,
+        "server read": 1.4,
         "server read back": 1.1,
         "client hashed": 2.2,
         "client peak": 4.0,
     },
     "100MB": {
-        "server hashed": 1.2,
-        "server read": 1.3,
+        "server hashed": 1.25,
+        "server read": 1.4,
         "server read back": 1.1,
         "client hashed": 2.2,
         "client peak": 0.5,
     },
 }
-"""The most that a round may cost, by the names of `counts_of`. The server reads an update back once, to fold it. A
-`client peak` of 0.5 leaves room for no full-size copy of a large model or update; a client's Python alone needs a few
-MB, more than a model of 1 MB."""
+"""The most that a round may cost, by the names of `counts_of`. The server hashes an update once, and a new version twice
+if it has BLAKE3; it reads an update back once, to fold it. A `client peak` of 0.5 leaves room for no full-size copy of a
+large model or update; a client's Python alone needs a few MB, more than a model of 1 MB."""
 _console = Console(stderr=True, soft_wrap=True)
 
 
