@@ -101,9 +101,9 @@ BOUNDS: Mapping[str, Mapping[str, float]] = {
         "client peak": 0.5,
     },
 }
-"""The most that a round may cost, by the names of `counts_of`. The server hashes an update once, and a new version twice
-if it has BLAKE3; it reads an update back once, to fold it. A `client peak` of 0.5 leaves room for no full-size copy of
-a large model or update; a client's Python alone needs a few MB, more than a model of 1 MB."""
+"""The most that a round may cost, by the names of `counts_of`. The server hashes an update once, and a new version
+twice if it has BLAKE3; it reads an update back once, to fold it. A `client peak` of 0.5 leaves room for no full-size
+copy of a large model or update; a client's Python alone needs a few MB, more than a model of 1 MB."""
 _console = Console(stderr=True, soft_wrap=True)
 
 
