@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from torch.utils.data import Dataset
 
 from fedplat.pytorch import training
 from fedplat_client.trainers import dp as private
+from fedplat_client.trainers.pace import StepClock
 from fedplat_client.trainers.strategy import SingleProcess, TrainingStrategy
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class TorchTrainer:
                 seed=seed,
                 round_number=task.round,
                 client_state=task.client_state,
-                after_step=strategy.after_step(_Clock(task, options.partial_work).after_step),
+                after_step=strategy.after_step(StepClock(task, options.partial_work).after_step),
                 make_optimizer=make_optimizer,
                 gradients=strategy.make_gradients(seed),
                 ledger=private.TaskLedger(task, self.private),
@@ -254,31 +254,3 @@ def replace_parallel(parallel: Parallel | Literal["none", "data"]) -> Generator[
         yield
     finally:
         _replacements.pop()
-
-
-@dataclasses.dataclass
-class _Clock:
-    """Reports progress, and ends a training before its deadline if partial work counts.
-
-    Reserves twice the duration of the longest step so far for one more step, and a twentieth of the whole time for the
-    work after the training.
-    """
-
-    task: Task
-    partial_work: bool
-    longest_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._now = self.task.control.options.clock  # not remaining_s, which the server may change
-        self._last_at = self._now()
-        self._begin_s = self.task.remaining_s
-
-    def after_step(self, done: int, total: int) -> bool:
-        """Return whether to continue. Raises `Cancelled`."""
-        self.task.progress(done / total)
-        if not self.partial_work:
-            return True
-        now = self._now()
-        self.longest_s = max(self.longest_s, now - self._last_at)
-        self._last_at = now
-        return self.task.remaining_s > 2 * self.longest_s + self._begin_s / 20

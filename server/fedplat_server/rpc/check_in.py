@@ -64,6 +64,7 @@ class AssignmentMessages:
             delta=None if model_bytes else convert.model_delta(model, spec),
             traceparent=ids.traceparent(assignment, spec.num_wanted) if self._is_tracing else "",
             digest_last=True,
+            num_rounds=spec.rounds,
         )
         message.MergeFrom(self._halves.of(job, command.kind).make_task(spec))
         message.MergeFrom(await self._halves.training_of(job.spec).set_up(job, command.key))
