@@ -131,6 +131,7 @@ def test_init_replaces_no_operator_whose_profile_was_taken_away(run: Run, data: 
     status, out, _ = run("init")
     assert status == 0
     assert "kept the operator admin; its profile is in another file" in out
+    assert "status" not in out, "there is no profile to name"
     assert not (data / "admin.toml").exists()
 
 

@@ -69,8 +69,9 @@ def init(
     address = _address(host, port)
     operator_profile = profile_path or data_dir / "admin.toml"
     make_operator(operator_profile, url, address, folder)
-    shown = shlex.quote(str(operator_profile))
-    print(f"\nnext:\n  {start_command(host, port, url)}\n  fedplat --profile {shown} status")
+    print(f"\nnext:\n  {start_command(host, port, url)}")
+    if operator_profile.exists():
+        print(f"  fedplat --profile {shlex.quote(str(operator_profile))} status")
 
 
 def start_command(host: list[str] | None, port: int, url: str) -> str:
