@@ -25,7 +25,8 @@ from fedplat_client._state.model_cache import ModelCache
 from fedplat_client._state.two_phase import ClientStateStore, SentReport
 from fedplat_client.cancellation import StopSignal
 from fedplat_client.task import Control
-from support.fake_fleet import FakeFleet, digest_of
+from support.fake_fleet import FakeFleet
+from support.raw_client import digest_of
 
 MakeClient = Callable[..., Client]
 

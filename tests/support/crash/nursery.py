@@ -80,12 +80,7 @@ class Nursery:
 
 @contextlib.asynccontextmanager
 async def running() -> AsyncGenerator[Nursery]:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{_TESTS}:/tmp/wheel_b3",
-        "OPENBLAS_NUM_THREADS": "1",
-        "GRPC_VERBOSITY": "NONE",
-    }
+    environment = {**os.environ, "PYTHONPATH": str(_TESTS), "OPENBLAS_NUM_THREADS": "1", "GRPC_VERBOSITY": "NONE"}
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
