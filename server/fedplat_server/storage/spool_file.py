@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import hashlib
+import mmap
 import os
 import shutil
 import threading
@@ -154,6 +155,22 @@ class RowFile(MemoryFile):
     @override
     def is_complete(self) -> bool:
         return True
+
+
+class HeldFile(MemoryFile):
+    """An update of middle size in memory, which becomes a record of a segment before its report is accepted."""
+
+    def __init__(self, name: str, size_bytes: int) -> None:
+        """`size_bytes` is the declared size, the memory that it may take."""
+        super().__init__(name)
+        self.size_bytes = size_bytes
+
+    def map(self) -> memoryview:
+        """Map the content, which stays readable. Takes the lock. Raises `UploadError` if the update was removed."""
+        with self.lock:
+            if self.gone:
+                raise UploadError("the update is missing; resume at 0")
+            return memoryview(mmap.mmap(self._descriptor, self.received, access=mmap.ACCESS_READ))
 
 
 class OpenUpload:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 DATABASE = "fedplat.sqlite"
+PAGE_BYTES = 4096
 
 
 class Disk:
@@ -110,8 +111,12 @@ class Disk:
         target.chmod(0o600)
 
     def _draw(self, old: bytes, new: bytes) -> bytes:
-        """The bytes of a file that was written and not synced."""
+        """The bytes of a file that was written and not synced. Synced pages that were not written again stay."""
         kind = self._rng.choice(("old", "new", "torn", "zeros"))
         self.happened[f"bytes not synced: {kind}"] += 1
-        cut = self._rng.randrange(len(new) + 1)
-        return {"old": old, "new": new, "torn": new[:cut], "zeros": bytes(len(new))}[kind]
+        kept = 0
+        while kept + PAGE_BYTES <= min(len(old), len(new)) and old[: kept + PAGE_BYTES] == new[: kept + PAGE_BYTES]:
+            kept += PAGE_BYTES
+        cut = self._rng.randrange(kept, len(new) + 1)
+        zeros = new[:kept] + bytes(len(new) - kept)
+        return {"old": old, "new": new, "torn": new[:cut], "zeros": zeros}[kind]

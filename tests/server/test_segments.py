@@ -1,0 +1,324 @@
+"""Updates that become records of a segment: one sync for all that wait, and what failures and crashes leave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from fedplat.rounds import AssignmentId, AttemptKey
+from fedplat_server.errors import BlobError, BlobFullError, UploadError
+from fedplat_server.storage import files, segments
+from fedplat_server.storage.segments import Segments, list_segments, read_records
+from fedplat_server.storage.spool import Spool
+from fedplat_server.storage.spool_file import name_attempt, spool_path_of
+
+pytestmark = pytest.mark.calm("says itself what fails when")
+KEYS = [AssignmentId(AttemptKey("job", 1, 1), f"client {number}") for number in range(4)]
+LATER = KEYS[0]._replace(attempt=AttemptKey("job", 2, 1))
+OTHER_JOB = KEYS[0]._replace(attempt=AttemptKey("other", 1, 1))
+KNOWN = frozenset(name_attempt(key.attempt) for key in (KEYS[0], LATER, OTHER_JOB))
+
+
+def content_of(key: AssignmentId) -> bytes:
+    return repr(key).encode() * 200
+
+
+def digest_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def open_spool(folder: Path) -> Spool:
+    records = Segments(folder / "segments")
+    records.stores_record = lambda key, size_bytes: True
+    return Spool(folder / "uploads", segments=records)
+
+
+@pytest.fixture
+def uploads(tmp_path: Path) -> Spool:
+    uploads = open_spool(tmp_path)
+    uploads.expect([*KEYS, LATER, OTHER_JOB])
+    return uploads
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The syncs of files and folders; those of segments are of data only."""
+    calls: list[int] = []
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, calls.append)
+    return calls
+
+
+def fail_syncs(monkeypatch: pytest.MonkeyPatch, code: int = errno.EIO) -> None:
+    def fail(_: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fdatasync", fail)
+
+
+def receive(uploads: Spool, key: AssignmentId) -> str:
+    """An update that is complete, and the digest of its report."""
+    content = content_of(key)
+    digest = digest_of(content)
+    upload = uploads.open(key, digest, len(content), uploads.count_received(key, digest))
+    upload.write(content)
+    upload.finish()
+    upload.close()
+    assert uploads.complete(key, digest) is not None
+    assert uploads.find_held(key, digest) == len(content)
+    return digest
+
+
+async def store(uploads: Spool, *keys: AssignmentId) -> None:
+    digests = [receive(uploads, key) for key in keys]
+    await asyncio.gather(*(uploads.store(key, digest) for key, digest in zip(keys, digests, strict=True)))
+
+
+def stored(uploads: Spool, keys: Iterable[AssignmentId]) -> list[bool]:
+    """Whether the bytes of these updates are in segments, intact."""
+    places = [uploads.locate(key, digest_of(content_of(key))) for key in keys]
+    return [
+        place is not None and place.path.parent.name == "segments" and place.read() == content_of(key)
+        for place, key in zip(places, keys, strict=True)
+    ]
+
+
+def end(uploads: Spool, *keys: AssignmentId) -> None:
+    """Ends assignments, as stored changes do."""
+    for key in keys:
+        uploads._updates.forget(key)  # pyright: ignore[reportPrivateUsage]
+    uploads._delete(keys)  # pyright: ignore[reportPrivateUsage]
+
+
+def found(folder: Path) -> list[int]:
+    """The number of records in each segment."""
+    return [len(list(read_records(path))) for path in list_segments(folder / "segments")]
+
+
+async def test_updates_that_wait_are_synced_together_and_have_no_files(uploads: Spool, synced: list[int]) -> None:
+    await store(uploads, KEYS[0])
+    assert len(synced) == 3  # the folder above that of the segments, that folder, and the segment
+    synced.clear()
+    await store(uploads, *KEYS[1:])
+    assert len(synced) == 1
+    assert stored(uploads, KEYS) == [True] * 4
+    assert list(uploads.folder.iterdir()) == []
+
+
+async def test_only_a_segment_makes_what_is_held_durable(uploads: Spool) -> None:
+    digest = receive(uploads, KEYS[0])
+    with pytest.raises(UploadError, match="report it again"):
+        uploads.persist(KEYS[0], digest)
+    await uploads.store(KEYS[0], digest)
+    with pytest.raises(UploadError, match="report it again"):
+        await uploads.store(KEYS[0], digest)
+    assert uploads.complete(KEYS[0], digest) is not None, "a second report of it gets a file"
+    assert uploads.persist(KEYS[0], digest) == len(content_of(KEYS[0]))
+
+
+async def test_a_segment_is_used_again_once_its_assignments_have_ended(uploads: Spool, synced: list[int]) -> None:
+    await store(uploads, *KEYS)
+    (path,) = list_segments(uploads.folder.parent / "segments")
+    end(uploads, *KEYS[1:])
+    assert path.stat().st_size > 0
+    assert stored(uploads, KEYS[:1]) == [True]
+    end(uploads, KEYS[0])
+    assert path.stat().st_size == 0
+    synced.clear()
+    await store(uploads, LATER)
+    assert len(synced) == 1
+    assert found(uploads.folder.parent) == [1]
+    end(uploads, LATER)
+    await uploads.close()
+    assert found(uploads.folder.parent) == []
+
+
+async def test_each_job_has_a_segment_of_its_own(uploads: Spool) -> None:
+    await store(uploads, KEYS[0], OTHER_JOB)
+    assert found(uploads.folder.parent) == [1, 1]
+
+
+async def test_a_full_segment_is_followed_by_another(uploads: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 2 * len(content_of(KEYS[0])))
+    await store(uploads, *KEYS)
+    assert found(uploads.folder.parent) == [2, 2]
+    assert stored(uploads, KEYS) == [True] * 4
+
+
+async def test_records_begin_on_pages_of_their_own(uploads: Spool) -> None:
+    """A write that is torn damages no page of an update that was acknowledged before."""
+    await store(uploads, *KEYS)
+    (path,) = list_segments(uploads.folder.parent / "segments")
+    starts = [record.part.start // segments.PAGE_BYTES for record in read_records(path)]
+    sizes = [record.part.size_bytes for record in read_records(path)]
+    assert sizes == [len(content_of(key)) for key in KEYS]
+    ends = [(record.part.start + record.part.size_bytes - 1) // segments.PAGE_BYTES for record in read_records(path)]
+    assert all(start > before for start, before in zip(starts[1:], ends, strict=False))
+
+
+@pytest.mark.fault("F8")
+async def test_a_failed_sync_fails_all_that_wait_and_ends_the_segment(
+    uploads: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await store(uploads, KEYS[0])
+    digests = [receive(uploads, key) for key in KEYS[1:3]]
+    with monkeypatch.context() as patch:
+        fail_syncs(patch)
+        failed = await asyncio.gather(
+            *(uploads.store(key, digest) for key, digest in zip(KEYS[1:3], digests, strict=True)),
+            return_exceptions=True,
+        )
+    assert [type(each) for each in failed] == [BlobError, BlobError]
+    assert stored(uploads, KEYS[:3]) == [True, False, False]
+    for key, digest in zip(KEYS[1:3], digests, strict=True):
+        await uploads.store(key, digest)  # reported again; the bytes are still there
+    assert len(list_segments(uploads.folder.parent / "segments")) == 2
+    assert stored(uploads, KEYS[:3]) == [True] * 3
+    end(uploads, *KEYS)
+    assert [path.stat().st_size for path in list_segments(uploads.folder.parent / "segments")] == [0]
+
+
+@pytest.mark.fault("F7")
+async def test_a_full_disk_leaves_the_segment_as_it_was(uploads: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    await store(uploads, KEYS[0])
+    (path,) = list_segments(uploads.folder.parent / "segments")
+    size_bytes, digest, real = path.stat().st_size, receive(uploads, KEYS[1]), os.write
+
+    def write_some(descriptor: int, data: memoryview) -> int:
+        if len(data) < 1000:
+            return real(descriptor, data)
+        real(descriptor, data[:100])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", write_some)
+        with pytest.raises(BlobFullError):
+            await uploads.store(KEYS[1], digest)
+    assert path.stat().st_size == size_bytes
+    await uploads.store(KEYS[1], digest)
+    assert found(uploads.folder.parent) == [2]
+    assert stored(uploads, KEYS[:2]) == [True, True]
+
+
+@pytest.mark.fault("F2", "F14")
+async def test_the_next_life_finds_what_is_needed_and_removes_the_rest(uploads: Spool) -> None:
+    await store(uploads, *KEYS)
+    await store(uploads, OTHER_JOB)
+    again = open_spool(uploads.folder.parent)
+    await asyncio.to_thread(again.keep, KEYS[:2], KNOWN)
+    assert stored(again, KEYS[:3]) == [True, True, False]
+    assert found(uploads.folder.parent) == [4]
+    digest = digest_of(content_of(KEYS[0]))
+    assert again.count_received(KEYS[0], digest) == len(content_of(KEYS[0])), "its report may be repeated"
+    assert again.complete(KEYS[0], digest) == spool_path_of(again.folder, KEYS[0], digest)
+    assert again.persist(KEYS[0], digest) == len(content_of(KEYS[0]))
+    again.expect([KEYS[3]])
+    await store(again, KEYS[3])
+    assert found(uploads.folder.parent) == [1, 4] or found(uploads.folder.parent) == [4, 1]
+    end(again, *KEYS[:2], KEYS[3])
+    await again.close()
+    assert (found(uploads.folder.parent), list(again.folder.iterdir())) == ([], [])
+
+
+@pytest.mark.fault("F2")
+async def test_what_is_torn_or_damaged_is_not_taken_for_an_update(uploads: Spool) -> None:
+    await store(uploads, *KEYS)
+    (path,) = list_segments(uploads.folder.parent / "segments")
+    second, last = list(read_records(path))[1], list(read_records(path))[-1]
+    with path.open("r+b") as file:
+        file.seek(second.part.start + 5)
+        file.write(b"?")
+        file.truncate(last.part.start + 9)
+    again = open_spool(uploads.folder.parent)
+    await asyncio.to_thread(again.keep, KEYS, KNOWN)
+    assert stored(again, KEYS) == [True, False, True, False]
+    assert again.locate(KEYS[1], digest_of(content_of(KEYS[1]))) is None
+
+
+async def test_a_record_is_preferred_to_a_torn_copy_of_it(uploads: Spool) -> None:
+    await store(uploads, KEYS[0])
+    digest = digest_of(content_of(KEYS[0]))
+    uploads.hand_over()
+    path = spool_path_of(uploads.folder, KEYS[0], digest)
+    assert path.read_bytes() == content_of(KEYS[0])
+    path.write_bytes(b"torn")
+    again = open_spool(uploads.folder.parent)
+    await asyncio.to_thread(again.keep, KEYS[:1], KNOWN)
+    assert stored(again, KEYS[:1]) == [True]
+    assert again.complete(KEYS[0], digest) == path
+    assert path.read_bytes() == content_of(KEYS[0])
+
+
+async def test_records_of_attempts_that_the_database_does_not_know_are_set_aside(uploads: Spool) -> None:
+    """An older backup of the database was restored: the newer one may be put back."""
+    await store(uploads, KEYS[0])
+    again = open_spool(uploads.folder.parent)
+    await asyncio.to_thread(again.keep, [], ())
+    assert found(uploads.folder.parent) == []
+    (aside,) = (uploads.folder.parent / "segments" / files.SET_ASIDE_FOLDER).iterdir()
+    assert [record.part.size_bytes for record in read_records(aside)] == [len(content_of(KEYS[0]))]
+
+
+async def test_an_assignment_that_ends_during_the_sync_leaves_no_record(
+    uploads: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest, real = receive(uploads, KEYS[0]), os.fdatasync
+
+    def end_and_sync(descriptor: int) -> None:
+        end(uploads, KEYS[0])
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fdatasync", end_and_sync)
+    await uploads.store(KEYS[0], digest)
+    assert found(uploads.folder.parent) == [0]
+
+
+async def test_an_update_that_was_removed_fails_alone(uploads: Spool) -> None:
+    digests = [receive(uploads, key) for key in KEYS[:2]]
+    storing = [asyncio.create_task(uploads.store(*each)) for each in zip(KEYS, digests, strict=False)]
+    await asyncio.sleep(0)
+    uploads.discard(KEYS[0])
+    failed, other = await asyncio.gather(*storing, return_exceptions=True)
+    assert (type(failed), other) == (UploadError, None)
+    assert stored(uploads, KEYS[:2]) == [False, True]
+
+
+async def test_more_than_the_memory_allows_are_files(uploads: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "MAX_HELD_BYTES", len(content_of(KEYS[0])))
+    digest = receive(uploads, KEYS[0])
+    upload = uploads.open(KEYS[1], digest_of(content_of(KEYS[1])), len(content_of(KEYS[1])), 0)
+    upload.write(content_of(KEYS[1]))
+    upload.close()
+    assert uploads.find_held(KEYS[1], digest_of(content_of(KEYS[1]))) is None
+    await uploads.store(KEYS[0], digest)
+    receive(uploads, KEYS[2])
+
+
+async def test_a_caller_that_is_gone_stops_no_other(uploads: Spool) -> None:
+    digests = [receive(uploads, key) for key in KEYS[:2]]
+    gone, other = [asyncio.create_task(uploads.store(*each)) for each in zip(KEYS, digests, strict=False)]
+    await asyncio.sleep(0)
+    gone.cancel()
+    await other
+    with contextlib.suppress(asyncio.CancelledError):
+        await gone
+    assert stored(uploads, KEYS[:2]) == [True, True]
+
+
+async def test_a_held_update_is_replaced_by_that_of_a_restarted_client(uploads: Spool) -> None:
+    content = content_of(KEYS[0])
+    upload = uploads.open(KEYS[0], digest_of(content), len(content), 0)
+    upload.write(content[:7])
+    upload = uploads.open(KEYS[0], digest_of(b"other"), 5, 0)
+    upload.write(b"other")
+    upload.close()
+    assert uploads.complete(KEYS[0], digest_of(b"other")) is not None
+    await uploads.store(KEYS[0], digest_of(b"other"))
+    assert found(uploads.folder.parent) == [1]
