@@ -12,7 +12,8 @@ import os
 import re
 from collections.abc import Generator, Iterator
 from functools import lru_cache
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,6 +25,20 @@ from fedplat.model.blocks import BLOCK, WINDOW, Blocks, blocks
 from fedplat.model.schema import CARRY_KEY, MAX_TENSORS, METADATA_KEY, Carry, Schema, Segment, TensorSpec, check_spec
 from fedplat.model.values import Bytes, FloatingBlocks, Read, read_run
 from fedplat.texts import format_number, quote
+
+
+class FilePart(NamedTuple):
+    """Bytes of a file: those from `start`, up to its end or `size_bytes` of them."""
+
+    path: Path
+    start: int = 0
+    size_bytes: int | None = None
+
+    def read(self) -> bytes:
+        """Read the bytes. Raises `OSError`."""
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(self.start)
+            return file.read(-1 if self.size_bytes is None else self.size_bytes)
 
 
 class ModelFile:

@@ -68,7 +68,7 @@ def send(spool: Spool, name: str = ID, data: bytes = DATA, end: int | None = Non
 
 def report(spool: Spool, digest: str = DIGEST, upload_id: str = ID) -> object:
     request = fleet_pb2.ReportRequest(digest=digest, upload_id=upload_id)
-    return receive_update(spool, KEY, request, lambda path: float(path.stat().st_size))
+    return receive_update(spool, KEY, request, lambda part: float(len(part.read())))
 
 
 def test_the_report_declares_the_digest_of_an_upload(open_spool: OpenSpool) -> None:

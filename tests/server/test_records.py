@@ -149,7 +149,7 @@ async def test_a_report_whose_record_is_not_durable_is_not_accepted(
         with pytest.raises(aio.AioRpcError) as caught:
             await clients[0].report_inline(work[0].token, content)
     assert caught.value.code() is status
-    await is_accepted(clients[0].report(work[0].token, digest_of(content)))
+    await is_accepted(clients[0].report_inline(work[0].token, content))
     assert (await verify(f"sqlite:///{site.folder / 'fedplat.sqlite'}", site.folder, live=True)).findings == []
 
 

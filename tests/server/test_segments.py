@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import hashlib
+import mmap
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -72,7 +73,7 @@ def receive(uploads: Spool, key: AssignmentId) -> str:
     upload.finish()
     upload.close()
     assert uploads.complete(key, digest) is not None
-    assert uploads.find_held(key, digest) == len(content)
+    assert uploads.find_open(key, digest) is not None
     return digest
 
 
@@ -112,14 +113,14 @@ async def test_updates_that_wait_are_synced_together_and_have_no_files(uploads: 
     assert list(uploads.folder.iterdir()) == []
 
 
-async def test_only_a_segment_makes_what_is_held_durable(uploads: Spool) -> None:
+async def test_only_a_sync_of_its_segment_makes_a_record_durable(uploads: Spool) -> None:
     digest = receive(uploads, KEYS[0])
     with pytest.raises(UploadError, match="report it again"):
         uploads.persist(KEYS[0], digest)
     await uploads.store(KEYS[0], digest)
     with pytest.raises(UploadError, match="report it again"):
         await uploads.store(KEYS[0], digest)
-    assert uploads.complete(KEYS[0], digest) is not None, "a second report of it gets a file"
+    assert uploads.complete(KEYS[0], digest) is not None, "who sends it again gets a file"
     assert uploads.persist(KEYS[0], digest) == len(content_of(KEYS[0]))
 
 
@@ -127,10 +128,10 @@ async def test_a_segment_is_used_again_once_its_assignments_have_ended(uploads: 
     await store(uploads, *KEYS)
     (path,) = list_segments(uploads.folder.parent / "segments")
     end(uploads, *KEYS[1:])
-    assert path.stat().st_size > 0
     assert stored(uploads, KEYS[:1]) == [True]
+    assert path.stat().st_blocks > 0
     end(uploads, KEYS[0])
-    assert path.stat().st_size == 0
+    assert path.stat().st_blocks == 0
     synced.clear()
     await store(uploads, LATER)
     assert len(synced) == 1
@@ -138,6 +139,28 @@ async def test_a_segment_is_used_again_once_its_assignments_have_ended(uploads: 
     end(uploads, LATER)
     await uploads.close()
     assert found(uploads.folder.parent) == []
+
+
+async def test_a_segment_is_removed_if_its_file_system_cannot_free_it(
+    uploads: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_fallocate", None)
+    await store(uploads, *KEYS)
+    end(uploads, *KEYS)
+    assert list_segments(uploads.folder.parent / "segments") == []
+    await store(uploads, LATER)
+    assert stored(uploads, [LATER]) == [True]
+
+
+async def test_what_is_mapped_of_an_emptied_segment_can_be_read(uploads: Spool) -> None:
+    """As by a fold of an attempt that was cut off: a file that is made shorter would end the process."""
+    await store(uploads, KEYS[0])
+    part = uploads.locate(KEYS[0], digest_of(content_of(KEYS[0])))
+    assert part is not None
+    with part.path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    end(uploads, KEYS[0])
+    assert mapped[part.start : part.start + 9] == bytes(9)
 
 
 async def test_each_job_has_a_segment_of_its_own(uploads: Spool) -> None:
@@ -167,8 +190,10 @@ async def test_records_begin_on_pages_of_their_own(uploads: Spool) -> None:
 async def test_a_failed_sync_fails_all_that_wait_and_ends_the_segment(
     uploads: Spool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What is being received into it is sent again, too: its bytes may be lost already."""
     await store(uploads, KEYS[0])
     digests = [receive(uploads, key) for key in KEYS[1:3]]
+    begun = uploads.open(KEYS[3], digest_of(content_of(KEYS[3])), len(content_of(KEYS[3])), 0)
     with monkeypatch.context() as patch:
         fail_syncs(patch)
         failed = await asyncio.gather(
@@ -176,35 +201,63 @@ async def test_a_failed_sync_fails_all_that_wait_and_ends_the_segment(
             return_exceptions=True,
         )
     assert [type(each) for each in failed] == [BlobError, BlobError]
-    assert stored(uploads, KEYS[:3]) == [True, False, False]
-    for key, digest in zip(KEYS[1:3], digests, strict=True):
-        await uploads.store(key, digest)  # reported again; the bytes are still there
+    with pytest.raises(UploadError, match="resume at 0"):
+        begun.write(content_of(KEYS[3])[:9])
+    assert stored(uploads, KEYS) == [True, False, False, False]
+    assert uploads.count_received(KEYS[1], digests[0]) == 0
+    await store(uploads, *KEYS[1:])
     assert len(list_segments(uploads.folder.parent / "segments")) == 2
-    assert stored(uploads, KEYS[:3]) == [True] * 3
+    assert stored(uploads, KEYS) == [True] * 4
     end(uploads, *KEYS)
-    assert [path.stat().st_size for path in list_segments(uploads.folder.parent / "segments")] == [0]
+    assert found(uploads.folder.parent) == [0]
+
+
+@pytest.mark.fault("F8")
+async def test_a_sync_that_failed_is_never_repeated(uploads: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its success would say nothing. Two reports wait for different syncs of one segment."""
+    digests, records = [receive(uploads, key) for key in KEYS[:2]], uploads.segments
+    assert records is not None
+    first, second = (uploads.find_open(key, digest) for key, digest in zip(KEYS, digests, strict=False))
+    assert first is not None
+    assert second is not None
+    with monkeypatch.context() as patch:
+        fail_syncs(patch)
+        with pytest.raises(OSError, match="Input/output"):
+            first.segment.sync([first])
+    with pytest.raises(OSError, match="earlier sync"):
+        second.segment.sync([second])
 
 
 @pytest.mark.fault("F7")
 async def test_a_full_disk_leaves_the_segment_as_it_was(uploads: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
     await store(uploads, KEYS[0])
-    (path,) = list_segments(uploads.folder.parent / "segments")
-    size_bytes, digest, real = path.stat().st_size, receive(uploads, KEYS[1]), os.write
+    content, real = content_of(KEYS[1]), os.pwrite
 
-    def write_some(descriptor: int, data: memoryview) -> int:
+    def write_some(descriptor: int, data: memoryview, position: int) -> int:
         if len(data) < 1000:
-            return real(descriptor, data)
-        real(descriptor, data[:100])
+            return real(descriptor, data, position)
+        real(descriptor, data[:100], position)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    upload = uploads.open(KEYS[1], digest_of(content), len(content), 0)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "write", write_some)
+        patch.setattr(os, "pwrite", write_some)
         with pytest.raises(BlobFullError):
-            await uploads.store(KEYS[1], digest)
-    assert path.stat().st_size == size_bytes
-    await uploads.store(KEYS[1], digest)
-    assert found(uploads.folder.parent) == [2]
-    assert stored(uploads, KEYS[:2]) == [True, True]
+            upload.write(content)
+    await store(uploads, *KEYS[1:])
+    assert found(uploads.folder.parent) == [4]
+    assert stored(uploads, KEYS) == [True] * 4
+
+
+async def test_a_record_that_is_never_reported_hides_no_other(uploads: Spool) -> None:
+    content = content_of(KEYS[0])
+    uploads.open(KEYS[0], digest_of(content), len(content), 0).write(content[:50])
+    await store(uploads, *KEYS[1:])
+    assert found(uploads.folder.parent) == [3]
+    again = open_spool(uploads.folder.parent)
+    await asyncio.to_thread(again.keep, KEYS, KNOWN)
+    assert stored(again, KEYS) == [False, True, True, True]
+    assert again.count_received(KEYS[0], digest_of(content)) == 0
 
 
 @pytest.mark.fault("F2", "F14")
@@ -290,17 +343,6 @@ async def test_an_update_that_was_removed_fails_alone(uploads: Spool) -> None:
     assert stored(uploads, KEYS[:2]) == [False, True]
 
 
-async def test_more_than_the_memory_allows_are_files(uploads: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "MAX_HELD_BYTES", len(content_of(KEYS[0])))
-    digest = receive(uploads, KEYS[0])
-    upload = uploads.open(KEYS[1], digest_of(content_of(KEYS[1])), len(content_of(KEYS[1])), 0)
-    upload.write(content_of(KEYS[1]))
-    upload.close()
-    assert uploads.find_held(KEYS[1], digest_of(content_of(KEYS[1]))) is None
-    await uploads.store(KEYS[0], digest)
-    receive(uploads, KEYS[2])
-
-
 async def test_a_caller_that_is_gone_stops_no_other(uploads: Spool) -> None:
     digests = [receive(uploads, key) for key in KEYS[:2]]
     gone, other = [asyncio.create_task(uploads.store(*each)) for each in zip(KEYS, digests, strict=False)]
@@ -312,7 +354,7 @@ async def test_a_caller_that_is_gone_stops_no_other(uploads: Spool) -> None:
     assert stored(uploads, KEYS[:2]) == [True, True]
 
 
-async def test_a_held_update_is_replaced_by_that_of_a_restarted_client(uploads: Spool) -> None:
+async def test_an_update_is_replaced_by_that_of_a_restarted_client(uploads: Spool) -> None:
     content = content_of(KEYS[0])
     upload = uploads.open(KEYS[0], digest_of(content), len(content), 0)
     upload.write(content[:7])

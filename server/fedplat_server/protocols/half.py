@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing_extensions import override
 from fedplat import aggregate, report_validation
 from fedplat.codecs import container
 from fedplat.job import JobSpec
+from fedplat.model.file import FilePart
 from fedplat.rounds import Assignment, AttemptKey, Change, JobState, Verdict, commands, privacy_rules, states
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
 from fedplat_server.aggregation import backend
@@ -42,7 +42,7 @@ from fedplat_server.training.server_training import ServerTraining
 from fedplat_server.workers.client import WorkerPool
 from fedplat_server.workers.task_inputs import AttemptInputs
 
-Validate = Callable[[Path], float | Verdict | None]
+Validate = Callable[[FilePart], float | Verdict | None]
 """A function that returns the norm of the update in a file, or its refusal. None: it is masked, and has no norm."""
 
 
@@ -98,7 +98,8 @@ class ServerHalf:
 
     async def validator(self, job: JobState, assignment: Assignment, base: Path) -> Validate:
         """Return the function that validates the file of an update; `base` is that of the job's latest version."""
-        return functools.partial(report_validation.validate_file, base=base, codec=job.spec.compression.uplink)
+        codec = job.spec.compression.uplink
+        return lambda part: report_validation.validate_file(part.path, base, codec, part.start, part.size_bytes)
 
     def stores_rows(self, job: JobState) -> bool:
         """Return whether small updates and models may be rows of the database, which its backups and logs then have.

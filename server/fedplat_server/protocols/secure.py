@@ -111,7 +111,7 @@ class SecureHalf(StepsHalf[fleet_pb2.SecureMessage]):
     @override
     async def validator(self, job: JobState, assignment: Assignment, base: Path) -> Validate:
         setup = await self._secure.setup(job, assignment.key)
-        return functools.partial(report_validation.validate_masked, setup=setup)
+        return lambda part: report_validation.validate_masked(part.path, setup)
 
     @override
     def stores_rows(self, job: JobState) -> bool:

@@ -43,15 +43,15 @@ MAX_RULES = 256
 
 
 class ReceivedUpdate(NamedTuple):
-    """An update that is complete and valid, and durable unless it has a `content` that must become a row, or is held.
+    """An update that is complete and valid, and durable unless it has a `content` that must become a row, or is open.
 
-    `is_held`: it must be stored as a record.
+    `is_open`: its record must be stored.
     """
 
     size_bytes: int
     norm: float | None
     content: bytes | None = None
-    is_held: bool = False
+    is_open: bool = False
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
@@ -202,7 +202,7 @@ class ReportIntake:
     ) -> ReceivedUpdate | Verdict:
         # One thread call for all steps: for a small update, switching threads costs more than the work.
         received = await self.spool.run_in_thread(key, receive_update, self.spool, key, request, validate)
-        if isinstance(received, ReceivedUpdate) and received.is_held:
+        if isinstance(received, ReceivedUpdate) and received.is_open:
             try:
                 with _translate_errors(key):
                     await self.spool.store(key, request.digest)
@@ -287,8 +287,8 @@ def receive_update(
             _write(spool, key, digest, update)
         except errors.UploadError as exc:  # a duplicate report, or a broken upload, is still writing
             raise errors.RefusedError(errors.Code.UPLOAD_INCOMPLETE, f"{exc}; report again") from exc
-    path = spool.complete(key, digest, report.upload_id)
-    if path is None:
+    part = spool.locate(key, digest, report.upload_id)
+    if part is None:
         text = "call QueryUpload for the offset to resume from"
         if report.upload_id:
             text += (
@@ -297,7 +297,7 @@ def receive_update(
         raise errors.RefusedError(errors.Code.UPLOAD_INCOMPLETE, text)
     try:
         try:
-            norm = validate(path)
+            norm = validate(part)
         except FileNotFoundError as exc:  # just deleted, because the assignment has ended
             raise errors.RefusedError(errors.Code.UPLOAD_INCOMPLETE, "the assignment has ended") from exc
         return norm if isinstance(norm, Verdict) else _persist(spool, key, digest, norm)
@@ -310,8 +310,8 @@ def _persist(spool: Spool, key: AssignmentId, digest: str, norm: float | None) -
     """Make a valid update durable, unless the database or a segment does that."""
     if (content := spool.find_row(key, digest)) is not None:  # also if an earlier report of it was not stored
         return ReceivedUpdate(len(content), norm, content)
-    if (size_bytes := spool.find_held(key, digest)) is not None:
-        return ReceivedUpdate(size_bytes, norm, is_held=True)
+    if (record := spool.find_open(key, digest)) is not None:
+        return ReceivedUpdate(record.received, norm, is_open=True)
     with _translate_errors(key):
         return ReceivedUpdate(spool.persist(key, digest), norm)
 
@@ -333,7 +333,7 @@ def _translate_errors(key: AssignmentId) -> Generator[None]:
 
 
 def _write(spool: Spool, key: AssignmentId, digest: str, update: bytes) -> None:
-    if spool.complete(key, digest) is None and not spool.hold_row(key, digest, update):
+    if spool.locate(key, digest) is None and not spool.hold_row(key, digest, update):
         received = spool.count_received(key, digest)  # an interrupted upload may have stored the first bytes
         upload = spool.open(key, digest, len(update), received)
         try:

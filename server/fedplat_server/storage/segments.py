@@ -1,15 +1,16 @@
 """Updates of middle size in files that many share, so that one sync makes all updates that wait durable.
 
-A segment is a file of records, each a header and the bytes of an update. The reports of a job that arrive together are
-appended to one segment and synced once, before they are accepted. A record begins on a page of its own: no later write
-touches a page of an acknowledged one. Its header has the names of its attempt and its assignment, and its digest; so
-the start of a daemon finds the updates that the jobs need, and checks their bytes. What a crash has left of others,
-such as a torn end, was never acknowledged, and is not needed.
+A segment is a file of records, each a header and the bytes of an update, of one job at a time. An update is received
+into a record of its own. When it is reported, its header gets its digest, and all reports of the job that arrive
+together share one sync, before they are accepted. A record begins on a page of its own: no later write touches a page
+of an acknowledged one. The header has the names of the attempt and the assignment; so the start of a daemon finds the
+updates that the jobs need, and checks their bytes. What a crash has left of others, such as a torn end, was never
+acknowledged, and is not needed.
 
-Only this leader writes to a segment, and only until a write cannot be undone or a sync fails: then the segment is
-sealed. The bytes stay until a stored change has ended the assignments of all records (`release`); then the segment is
-emptied, for other updates of any job, or removed. A leader that was suspended has files of its own, and nothing of the
-next one's.
+Only this leader writes to a segment, and only until a sync fails: then the segment is sealed, and all that is in it and
+not durable must be sent again. The bytes stay until a stored change has ended the assignments of all records
+(`release`); then the segment is emptied, for other updates of any job, or removed. A leader that was suspended has
+files of its own, and nothing of the next one's.
 
 `store` and `close` run on the event loop; all other methods block, and threads call them, several at once.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import os
 import struct
@@ -27,19 +29,20 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import NamedTuple
 
+from typing_extensions import override
+
 from fedplat import durable
+from fedplat.model.file import FilePart
 from fedplat.rounds import AssignmentId
 from fedplat_server import crash_points, logs
 from fedplat_server.errors import BlobError, ServerError, UploadError
 from fedplat_server.storage import files
-from fedplat_server.storage.spool_file import CAN_KEEP_IN_MEMORY, HeldFile, name_attempt, name_update
+from fedplat_server.storage.spool_file import SpoolFile, name_attempt, name_update
 
 MAX_BYTES = 2**20
 """Maximum size of an update that is a record."""
 SEGMENT_BYTES = 64 * 2**20
 """The size after which the next updates get another segment: one stays as long as one of its records is needed."""
-MAX_HELD_BYTES = 32 * 2**20
-"""Maximum memory of the updates that are received and not stored yet. Others get files."""
 GAP_S = 0.005
 """The time for which updates wait for the next one, to be synced with it."""
 GATHER_S = 0.05
@@ -51,24 +54,9 @@ FOLDER = "segments"
 _ENDING = ".segment"
 _MAGIC = b"fedplat record 1"
 _CHECK_BYTES = 8
-_HEADER = struct.Struct(f"<16s32s32s32sQ{_CHECK_BYTES}s")
-"""The magic, the hashes of the attempt and the assignment, the digest and the size of the update, and a checksum."""
-
-
-class FilePart(NamedTuple):
-    """Bytes of a file; those of an update in a segment."""
-
-    path: Path
-    start: int
-    size_bytes: int
-
-    def read(self) -> bytes:
-        """Read the bytes. Raises `OSError`."""
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return os.pread(descriptor, self.size_bytes, self.start)
-        finally:
-            os.close(descriptor)
+_HEADER = struct.Struct(f"<16s32s32s80sQQ{_CHECK_BYTES}s")
+"""The magic, the hashes of the attempt and the assignment, the digest of the update (empty until it is reported), the
+bytes that are reserved and those that the update has, and a checksum."""
 
 
 class Record(NamedTuple):
@@ -84,73 +72,135 @@ class Record(NamedTuple):
         return hashlib.sha256(self.part.read()).hexdigest() == self.digest
 
 
+class RecordFile(SpoolFile):
+    """An update that is received into a record, from `start` of its segment, and is not durable yet."""
+
+    def __init__(self, key: AssignmentId, name: str, segment: _Segment, reserved: tuple[int, int]) -> None:
+        """`reserved` is where the record begins, and the declared size of the update."""
+        super().__init__(segment.path, name)
+        self.segment = segment
+        self._key = key
+        self._header_at, self._size_bytes = reserved
+
+    @property
+    def part(self) -> FilePart:
+        """The bytes received."""
+        return FilePart(self.path, self._header_at + _HEADER.size, self.received)
+
+    @override
+    def load(self) -> None:
+        """Do nothing: no earlier process has written to the segment."""
+
+    @override
+    def open_writer(self) -> int:
+        return os.dup(self.segment.descriptor)
+
+    @override
+    def append(self, descriptor: int, data: durable.Bytes) -> None:
+        if self.gone:
+            raise UploadError("the upload was discarded; resume at 0")
+        _write_at(descriptor, data, self.part.start + self.received)
+        self._sha256.update(data)
+        self.received += memoryview(data).nbytes
+
+    @override
+    def restart(self) -> None:
+        self.received = 0
+        self._sha256 = hashlib.sha256()
+
+    @override
+    def assign_digest(self, digest: str, path: Path) -> None:
+        self.digest = digest
+
+    @override
+    def sync(self) -> None:
+        raise AssertionError("a segment is synced for all reports that wait")
+
+    @override
+    def remove(self) -> None:
+        self.segment.open.discard(self)
+
+    def write_header(self, digest: str = "") -> None:
+        """Write the header; the digest is that of the report. Raises `OSError`."""
+        header = make_header(self._key, digest, self._size_bytes, self.received)
+        _write_at(self.segment.descriptor, header, self._header_at)
+
+
 class _Waiting(NamedTuple):
     """An update that waits for its sync."""
 
     key: AssignmentId
-    file: HeldFile
+    file: RecordFile
     when_durable: Callable[[], None]
     done: asyncio.Future[None]
 
 
 class _Segment:
-    """A file of records. `live` are the assignments of which it has records that may be needed.
+    """A file of records. `live` are the assignments of which it has records that may be needed; `open` are received.
 
-    `is_busy`: a job appends to it. `has_unknown`: it has updates that the database does not know.
+    `has_unknown`: it has updates that the database does not know. `is_busy`: it is being synced.
     """
 
     def __init__(self, path: Path, descriptor: int = -1) -> None:
         self.path = path
+        self.descriptor = descriptor
         self.live: set[AssignmentId] = set()
-        self.is_busy = False
+        self.open: set[RecordFile] = set()
         self.has_unknown = False
-        self._descriptor = descriptor
+        self.is_busy = False
         self._size_bytes = 0
         self._is_sealed = descriptor < 0
 
     @property
     def is_writable(self) -> bool:
-        """Return whether more records may be appended."""
+        """Return whether more updates may be received."""
         return not self._is_sealed and self._size_bytes < SEGMENT_BYTES
 
-    def append(
-        self, updates: Iterable[tuple[AssignmentId, str, memoryview]]
-    ) -> list[tuple[AssignmentId, str, FilePart]]:
-        """Append updates with their digests, and sync them; return where each is. Raises `OSError`: none is there."""
-        end, records = self._size_bytes, list[tuple[AssignmentId, str, FilePart]]()
-        self._is_sealed = True  # until all has succeeded: after a failed sync nothing here can be trusted
+    @property
+    def is_idle(self) -> bool:
+        """Return whether nothing in it is needed."""
+        return not self.live and not self.open and not self.is_busy
+
+    def reserve(self, key: AssignmentId, name: str, size_bytes: int) -> RecordFile:
+        """Make a record for an update of a declared size. Raises `OSError`."""
+        start = _next_page(self._size_bytes)
+        file = RecordFile(key, name, self, (start, size_bytes))
+        file.write_header()  # so that those behind it are found
+        self._size_bytes = start + _HEADER.size + size_bytes
+        self.open.add(file)
+        return file
+
+    def sync(self, updates: Iterable[RecordFile]) -> None:
+        """Make complete updates durable. After a failure nothing here is, but for earlier updates. Raises `OSError`."""
+        was_sealed, self._is_sealed = self._is_sealed, True  # until all has succeeded, because no sync is repeated
+        if was_sealed:
+            raise OSError(errno.EIO, "an earlier sync of the segment failed")
         try:
-            with crash_points.step("segment.append"):
-                for key, digest, content in updates:
-                    start = _next_page(end)
-                    os.lseek(self._descriptor, start, os.SEEK_SET)
-                    durable.write_all(self._descriptor, make_header(key, digest, len(content)))
-                    durable.write_all(self._descriptor, content)
-                    part = FilePart(self.path, start + _HEADER.size, len(content))
-                    records.append((key, digest, part))
-                    end = part.start + part.size_bytes
+            with crash_points.step("segment.header"):
+                for each in updates:
+                    each.write_header(each.digest)
+            with crash_points.step("segment.sync"):
+                os.fdatasync(self.descriptor)
         except BaseException:
-            os.ftruncate(self._descriptor, self._size_bytes)
-            self._is_sealed = False
+            for file in list(self.open):
+                with file.lock:
+                    file.gone = True
+            self.open.clear()
             raise
-        with crash_points.step("segment.sync"):
-            os.fdatasync(self._descriptor)
-        self._is_sealed, self._size_bytes = False, end
-        return records
+        self._is_sealed = False
 
     def empty(self) -> bool:
-        """Remove all records; return whether others may be appended. Raises `OSError`."""
-        if self._is_sealed:
+        """Remove all records; return whether others may be received. A fold that was cut off may still read it."""
+        if self._is_sealed or not files.free(self.descriptor, _next_page(self._size_bytes)):
             return False
-        os.ftruncate(self._descriptor, 0)
         self._size_bytes = 0
         return True
 
     def remove(self) -> None:
         """Delete the file, or set it aside if it has updates that the database does not know. Raises `OSError`."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor, self._is_sealed = -1, True
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor, self._is_sealed = -1, True
         if self.has_unknown:
             files.put_aside(self.path, self.path.parent)
         else:
@@ -164,7 +214,6 @@ class Segments:
         self.folder = folder
         self.stores_record: Callable[[AssignmentId, int], bool] = lambda key, size_bytes: False
         """Whether an update of a size may be a record. Not if other processes read it, by its path."""
-        self._held: set[HeldFile] = set()
         self._lock = threading.Lock()
         self._segments: dict[Path, _Segment] = {}
         self._current: dict[str, _Segment] = {}  # by job
@@ -182,7 +231,7 @@ class Segments:
         with files.translate_os_errors("reading the segments", "updates"), crash_points.step("segment.keep"):
             for path in list_segments(self.folder):
                 self._keep(_Segment(path), keys, known)
-            num_aside = sum(segment.has_unknown and not segment.live for segment in self._segments.values())
+            num_aside = sum(segment.has_unknown and segment.is_idle for segment in self._segments.values())
             self._remove_idle()
         if num_aside:
             files.warn_of_set_aside(self.folder / files.SET_ASIDE_FOLDER, num_aside)
@@ -202,23 +251,22 @@ class Segments:
         with self._lock:
             return {key: list(parts.items())[-1] for key, parts in self._records.items()}
 
-    def hold(self, key: AssignmentId, name: str, size_bytes: int) -> HeldFile | None:
-        """Return the memory for an update of a declared size that becomes a record; None if it needs a file."""
-        if not (CAN_KEEP_IN_MEMORY and self.stores_record(key, size_bytes)):
+    def open(self, key: AssignmentId, name: str, size_bytes: int) -> RecordFile | None:
+        """Return the record for a new upload of a declared size; None if it needs a file. Raises `OSError`."""
+        if not self.stores_record(key, size_bytes):
             return None
+        job_id = key.attempt.job_id
         with self._lock:
-            self._held = {file for file in self._held if not file.gone}
-            held_bytes = sum(file.size_bytes for file in self._held)
-            if held_bytes + size_bytes > MAX_HELD_BYTES:
-                return None
-            file = HeldFile(name, size_bytes)
-            self._held.add(file)
-            return file
+            segment = self._current.get(job_id)
+            if segment is None or not segment.is_writable:
+                segment = self._spare.pop() if self._spare else self._make()
+                self._current[job_id] = segment
+            return segment.reserve(key, name, size_bytes)
 
-    async def store(self, key: AssignmentId, file: HeldFile, when_durable: Callable[[], None] = lambda: None) -> None:
-        """Append a complete update, and return when it is durable and `when_durable` was called, in a thread.
+    async def store(self, key: AssignmentId, file: RecordFile, when_durable: Callable[[], None]) -> None:
+        """Return when a complete update is durable, and `when_durable` was called in a thread.
 
-        Raises `UploadError` if it was removed, and `BlobFullError` or `BlobError` if it cannot be stored.
+        Raises `UploadError` if it was removed. After `BlobFullError` or `BlobError` it must be sent again.
         """
         job_id = key.attempt.job_id
         waiting = _Waiting(key, file, when_durable, asyncio.get_running_loop().create_future())
@@ -254,11 +302,9 @@ class Segments:
         try:
             while waiting:
                 await self._gather(waiting)
-                batch = _take_batch(waiting)
-                try:
-                    refused = await asyncio.to_thread(self._write, job_id, batch)
-                except BlobError as exc:
-                    refused = dict[_Waiting, ServerError].fromkeys(batch, exc)
+                batch = waiting[:]
+                waiting.clear()
+                refused = await asyncio.to_thread(self._sync, batch)
                 for each in batch:
                     _answer(each, refused.get(each))
         finally:  # also if this task fails or is cancelled: no report waits forever
@@ -270,56 +316,42 @@ class Segments:
         """Wait a moment for the next update, and a few moments if others are being received."""
         clock = asyncio.get_running_loop().time
         ends_at, num_before = clock() + GATHER_S, 0
-        while clock() < ends_at and (len(waiting) > num_before or self._num_held() > len(waiting)):
+        while clock() < ends_at and (len(waiting) > num_before or self._num_open(waiting) > len(waiting)):
             num_before = len(waiting)
             await asyncio.sleep(GAP_S)
 
-    def _num_held(self) -> int:
-        with self._lock:
-            return sum(not file.gone for file in self._held)
+    def _num_open(self, waiting: Sequence[_Waiting]) -> int:
+        return sum(len(segment.open) for segment in {each.file.segment for each in waiting})
 
-    def _write(self, job_id: str, batch: Sequence[_Waiting]) -> dict[_Waiting, ServerError]:
-        """Make updates durable, and return those that were removed meanwhile. Raises `BlobError`."""
+    def _sync(self, batch: Sequence[_Waiting]) -> dict[_Waiting, ServerError]:
+        """Make updates durable; return those that were removed meanwhile, or that are not durable, and why."""
         refused: dict[_Waiting, ServerError] = {}
-
-        def read() -> Iterator[tuple[AssignmentId, str, memoryview]]:
-            for each in batch:
-                try:
-                    yield each.key, each.file.digest, each.file.map()
-                except UploadError as exc:
-                    refused[each] = exc
-
-        with files.translate_os_errors("storing updates", "updates"):
-            segment = self._take_segment(job_id)
-            try:
-                records = segment.append(read())
-                with self._lock:
-                    for key, digest, part in records:
-                        self._records.setdefault(key, {})[digest] = part
-                        segment.live.add(key)
-            finally:
-                with self._lock:
-                    segment.is_busy = False
+        by_segment: dict[_Segment, list[_Waiting]] = {}
         for each in batch:
-            if each not in refused:
-                each.when_durable()
+            with self._lock:  # so that no segment is removed meanwhile
+                if each.file not in each.file.segment.open:
+                    refused[each] = UploadError("the update is missing; resume at 0")
+                else:
+                    by_segment.setdefault(each.file.segment, []).append(each)
+                    each.file.segment.is_busy = True
+        for segment, updates in by_segment.items():
+            error: BlobError | None = None
+            try:
+                with files.translate_os_errors("syncing updates", "updates"):
+                    segment.sync([each.file for each in updates])
+            except BlobError as exc:
+                error = exc
+            with self._lock:
+                segment.is_busy = False
+                for key, file, _, _ in updates if error is None else ():
+                    self._records.setdefault(key, {})[file.digest] = file.part
+                    segment.live.add(key)
+            for each in updates:
+                if error is None:
+                    each.when_durable()
+                else:
+                    refused[each] = error
         return refused
-
-    def _take_segment(self, job_id: str) -> _Segment:
-        """Return the segment to which a job's updates are appended now, which is busy. Raises `OSError`."""
-        with self._lock:
-            segment = self._current.get(job_id)
-            if segment is None or not segment.is_writable:
-                segment = self._spare.pop() if self._spare else None
-            if segment is not None:
-                segment.is_busy = True
-                self._current[job_id] = segment
-                return segment
-        segment = self._make()
-        segment.is_busy = True
-        with self._lock:
-            self._segments[segment.path] = self._current[job_id] = segment
-        return segment
 
     def _make(self) -> _Segment:
         durable.make_folder(self.folder)
@@ -332,7 +364,8 @@ class Segments:
                 os.close(descriptor)
                 path.unlink()
                 raise
-        return _Segment(path, descriptor)
+        segment = self._segments[path] = _Segment(path, descriptor)
+        return segment
 
     def _keep(self, segment: _Segment, needed: Mapping[str, AssignmentId], known: Collection[str]) -> None:
         for record in read_records(segment.path):
@@ -350,7 +383,7 @@ class Segments:
         """Empty or remove the segments without live records. Raises `OSError`."""
         with self._lock:
             for segment in list(self._segments.values()):
-                if segment.live or segment.is_busy or segment in self._spare:
+                if not segment.is_idle or segment in self._spare:
                     continue
                 self._current = {job: each for job, each in self._current.items() if each is not segment}
                 with crash_points.step("segment.release"):
@@ -361,23 +394,25 @@ class Segments:
                         segment.remove()
 
 
-def make_header(key: AssignmentId, digest: str, size_bytes: int) -> bytes:
+def make_header(key: AssignmentId, digest: str, reserved_bytes: int, size_bytes: int) -> bytes:
     """Return the header of a record."""
-    names = [bytes.fromhex(each) for each in (name_attempt(key.attempt), name_update(key), digest)]
-    return _sign(_HEADER.pack(_MAGIC, *names, size_bytes, b"")[:-_CHECK_BYTES])
+    names = [bytes.fromhex(each) for each in (name_attempt(key.attempt), name_update(key))]
+    packed = _HEADER.pack(_MAGIC, *names, digest.encode(), reserved_bytes, size_bytes, b"")
+    return _sign(packed[:-_CHECK_BYTES])
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Yield the records of a segment up to a torn end. Their bytes may be damaged. Raises `OSError`."""
+    """Yield the reported records of a segment up to a torn end. Their bytes may be damaged. Raises `OSError`."""
     with path.open("rb") as file:
-        start, end = 0, os.fstat(file.fileno()).st_size
+        start = 0
         while len(header := os.pread(file.fileno(), _HEADER.size, start)) == _HEADER.size:
-            magic, attempt, update, digest, size_bytes, _ = _HEADER.unpack(header)
-            part = FilePart(path, start + _HEADER.size, size_bytes)
-            if magic != _MAGIC or header != _sign(header[:-_CHECK_BYTES]) or part.start + size_bytes > end:
+            magic, attempt, update, digest, reserved_bytes, size_bytes, _ = _HEADER.unpack(header)
+            if magic != _MAGIC or header != _sign(header[:-_CHECK_BYTES]):
                 return
-            yield Record(attempt.hex(), update.hex(), digest.hex(), part)
-            start = _next_page(part.start + size_bytes)
+            start += _HEADER.size
+            if digest := digest.rstrip(b"\0").decode():
+                yield Record(attempt.hex(), update.hex(), digest, FilePart(path, start, size_bytes))
+            start = _next_page(start + reserved_bytes)
 
 
 def list_segments(folder: Path) -> list[Path]:
@@ -393,14 +428,12 @@ def _next_page(position: int) -> int:
     return -(-position // PAGE_BYTES) * PAGE_BYTES
 
 
-def _take_batch(waiting: list[_Waiting]) -> list[_Waiting]:
-    """Remove the first updates that wait, of the size of one segment at most, and return them."""
-    num, total = 0, 0
-    while num < len(waiting) and (total := total + waiting[num].file.received) <= SEGMENT_BYTES:
-        num += 1
-    batch = waiting[:num]
-    del waiting[:num]
-    return batch
+def _write_at(descriptor: int, data: durable.Bytes, position: int) -> None:
+    """Write all of the data at a position. Raises `OSError`."""
+    rest = memoryview(data).cast("B")
+    while rest:
+        count = os.pwrite(descriptor, rest, position)
+        rest, position = rest[count:], position + count
 
 
 def _answer(waiting: _Waiting, error: ServerError | None) -> None:

@@ -23,8 +23,8 @@ gets what it lacks from the store. Uploads without a report are in the folder al
 
 A small update that comes inside its report has no file: it is in memory, and becomes a row of the database in the
 transaction that accepts the report (`hold_row`, `database.sql_contents`). A start gets it from there (`restore_rows`).
-One of middle size has no file either: it is received in memory, and becomes a record of a segment that many share
-(`store`, `segments`), where the aggregation reads it (`locate`). Only if its report is repeated does it get a file.
+One of middle size has no file either: it is received into a segment that many share, and becomes durable with others
+(`store`, `segments`). There it is also read (`locate`). Only if it is uploaded again does it get a file.
 
 `on_stored`, `store`, `close` and `run_in_thread` run on the event loop; all other methods block, and threads call them,
 several at once. No lock is held while the backend works, which may take long.
@@ -45,16 +45,16 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from fedplat import durable
+from fedplat.model.file import FilePart
 from fedplat.rounds import AssignmentId, Change
 from fedplat.rounds.closing import needs_update
 from fedplat_server import crash_points, logs
 from fedplat_server.errors import BlobError, UploadError
 from fedplat_server.storage import files
-from fedplat_server.storage.segments import FilePart, Segments
+from fedplat_server.storage.segments import RecordFile, Segments
 from fedplat_server.storage.spool_backend import FolderBackend, SpoolBackend
 from fedplat_server.storage.spool_file import (
     CAN_KEEP_IN_MEMORY,
-    HeldFile,
     MemoryFile,
     OpenUpload,
     RowFile,
@@ -271,6 +271,8 @@ class Spool:
         Raises `UploadError` if the update is missing, `BlobFullError`, `BlobUnavailableError` or `BlobError` if it
         cannot be stored, and `SpoolError` if the attempt's folder cannot be trusted.
         """
+        if (record := self._find_record(key, digest)) is not None:
+            return record.size_bytes or 0
         file = self._find(key, digest)
         if file is None:
             raise UploadError("the update is missing; resume at 0")
@@ -278,7 +280,7 @@ class Spool:
             with file.lock, files.translate_os_errors("syncing an update", "updates"):
                 if file.gone:
                     raise UploadError("the update is missing; resume at 0")
-                if isinstance(file, RowFile | HeldFile):  # only a transaction, or `store`, makes it durable
+                if isinstance(file, RowFile | RecordFile):  # only a transaction, or `store`, makes it durable
                     raise UploadError("the update was replaced meanwhile; report it again")
                 if file.durable:
                     return file.received
@@ -290,9 +292,7 @@ class Spool:
             try:
                 self._backend.make_durable(key, digest, file.path)
             finally:
-                if not self._updates.is_needed(
-                    key
-                ):  # it ended meanwhile: the deletion may have been faster than the copy
+                if not self._updates.is_needed(key):  # its deletion may have been faster than the copy
                     self._backend.delete([key])
         file.durable = True
         return file.received
@@ -301,35 +301,35 @@ class Spool:
         """Return whether an update of a size may become a record of a segment."""
         return self.segments is not None and self.segments.stores_record(key, size_bytes)
 
-    def find_held(self, key: AssignmentId, digest: str) -> int | None:
-        """Return the size of an update that must be stored as a record before it is acknowledged, else None."""
-        file = self._find(key, digest)
-        return file.received if isinstance(file, HeldFile) else None
+    def find_open(self, key: AssignmentId, digest: str) -> RecordFile | None:
+        """Return the record of an update that must be stored before it is acknowledged; None if it is durable."""
+        with self._lock:
+            file = self._updates.files.get(key)
+            return file if isinstance(file, RecordFile) and file.digest == digest else None
 
     async def store(self, key: AssignmentId, digest: str) -> None:
-        """Make an update that is held durable, with all that wait for the same, and free its memory.
+        """Make the update of a record durable, with all that wait for the same.
 
-        Raises `UploadError` if it was removed, and `BlobFullError` or `BlobError` if it cannot be stored. Then it
-        stays, to be reported again.
+        Raises `UploadError` if it was removed. After `BlobFullError` or `BlobError` it must be sent again.
         """
         file = self._updates.files.get(key)
-        if self.segments is None or not isinstance(file, HeldFile) or file.digest != digest:
+        if self.segments is None or not isinstance(file, RecordFile) or file.digest != digest:
             raise UploadError("the update was replaced meanwhile; report it again")
         await self.segments.store(key, file, functools.partial(self._drop, key, file))
         if not self._updates.is_needed(key):  # it ended meanwhile: the deletion may have been faster than the sync
             await asyncio.to_thread(self.segments.release, [key])
 
-    def _drop(self, key: AssignmentId, file: HeldFile) -> None:
+    def _drop(self, key: AssignmentId, file: RecordFile) -> None:
         with self._lock:
             if self._updates.files.get(key) is file:
                 self._remove(key)
 
-    def locate(self, key: AssignmentId, digest: str) -> FilePart | None:
-        """Return where the bytes of an accepted update are; None if it is missing. Raises as `complete`."""
-        part = self.segments.find(key, digest) if self.segments is not None else None
-        if part is None and (path := self.complete(key, digest)) is not None:
-            with files.translate_os_errors("reading an update", "updates"):
-                part = FilePart(path.absolute(), 0, path.stat().st_size)
+    def locate(self, key: AssignmentId, digest: str, upload_id: str = "") -> FilePart | None:
+        """Return where the bytes of a complete update are, sealed as by `complete`; None if it is missing."""
+        part = self._find_record(key, digest)
+        if part is None and (path := self.complete(key, digest, upload_id)) is not None:
+            record = self.find_open(key, digest)
+            part = record.part if record is not None else FilePart(path.absolute())
         return part
 
     def discard(self, key: AssignmentId) -> None:
@@ -391,17 +391,15 @@ class Spool:
         for key, row in rows.items():
             self._hand_over(key, row.digest, row.content)
         records = self.segments.list_records() if self.segments is not None else {}
-        if sum(part.size_bytes for _, part in records.values()) <= MAX_HANDED_BYTES:
+        if sum(part.size_bytes or 0 for _, part in records.values()) <= MAX_HANDED_BYTES:
             for key, (digest, part) in records.items():
                 if self._updates.is_needed(key):
-                    with files.translate_os_errors("reading an update", "updates"):
-                        content = part.read()
-                    self._hand_over(key, digest, content)
+                    self._hand_over(key, digest, part)
 
-    def _hand_over(self, key: AssignmentId, digest: str, content: bytes) -> None:
+    def _hand_over(self, key: AssignmentId, digest: str, content: bytes | FilePart) -> None:
         with files.translate_os_errors("handing an update over", "updates"):
             with self._lock:
-                file = self._updates.write(key, digest, content)
+                file = self._updates.write(key, digest, content if isinstance(content, bytes) else content.read())
             durable.sync(file.path)
             self._backend.make_durable(key, digest, file.path)
 
@@ -465,12 +463,18 @@ class Spool:
         except BlobError as exc:  # they are fetched when they are needed
             logs.get().warning("updates were not fetched yet", updates=len(self._to_fetch) + 1, error=str(exc))
 
+    def _find_record(self, key: AssignmentId, digest: str) -> FilePart | None:
+        return self.segments.find(key, digest) if self.segments is not None else None
+
     def _find(self, key: AssignmentId, name: str) -> SpoolFile | None:
         with self._lock:
             file = self._updates.files.get(key)
+            if file is not None and file.gone:  # the sync of its segment failed
+                self._remove(key)
+                file = None
             if file is None and (files.is_digest(name) or files.is_upload_id(name)):
                 path = spool_path_of(self.folder, key, name)
-                part = self.segments.find(key, name) if self.segments is not None else None
+                part = self._find_record(key, name)
                 if part is not None:  # its report is repeated; a file is at most a copy
                     with files.translate_os_errors("reading an update", "updates"):
                         file = self._updates.files[key] = self._updates.write(key, name, part.read())
@@ -487,8 +491,8 @@ class Spool:
             self._remove(key)
             if self._in_memory(key.attempt.job_id):
                 file = MemoryFile(name)
-            elif self.segments is not None and (held := self.segments.hold(key, name, size_bytes)) is not None:
-                file = held
+            elif self.segments is not None and (record := self.segments.open(key, name, size_bytes)) is not None:
+                file = record
             else:
                 self._updates.make_folder(key.attempt)
                 file = SpoolFile(spool_path_of(self.folder, key, name), name)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import hashlib
-import mmap
 import os
 import shutil
 import threading
@@ -63,6 +62,10 @@ class SpoolFile:
                     self._sha256.update(part)
                     self.received += len(part)
         self._loaded = True
+
+    def open_writer(self) -> int:
+        """Return a new descriptor for `append`. Raises `OSError`."""
+        return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def append(self, descriptor: int, data: durable.Bytes) -> None:
         """Append the data completely, or leave the file unchanged."""
@@ -157,22 +160,6 @@ class RowFile(MemoryFile):
         return True
 
 
-class HeldFile(MemoryFile):
-    """An update of middle size in memory, which becomes a record of a segment before its report is accepted."""
-
-    def __init__(self, name: str, size_bytes: int) -> None:
-        """`size_bytes` is the declared size, the memory that it may take."""
-        super().__init__(name)
-        self.size_bytes = size_bytes
-
-    def map(self) -> memoryview:
-        """Map the content, which stays readable. Takes the lock. Raises `UploadError` if the update was removed."""
-        with self.lock:
-            if self.gone:
-                raise UploadError("the update is missing; resume at 0")
-            return memoryview(mmap.mmap(self._descriptor, self.received, access=mmap.ACCESS_READ))
-
-
 class OpenUpload:
     """The writer of the remaining bytes of an upload, returned by `spool.Spool.open`."""
 
@@ -181,7 +168,7 @@ class OpenUpload:
         self._size_bytes = size_bytes
         self._received = file.received
         self._writers = writers
-        self._descriptor = os.open(file.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._descriptor = file.open_writer()
 
     @property
     def received(self) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 DATABASE = "fedplat.sqlite"
-PAGE_BYTES = 4096
+SECTOR_BYTES = 512
 
 
 class Disk:
@@ -111,12 +111,15 @@ class Disk:
         target.chmod(0o600)
 
     def _draw(self, old: bytes, new: bytes) -> bytes:
-        """The bytes of a file that was written and not synced. Synced pages that were not written again stay."""
+        """The bytes of a file that was not synced since it was written. Synced sectors change if written again only."""
         kind = self._rng.choice(("old", "new", "torn", "zeros"))
         self.happened[f"bytes not synced: {kind}"] += 1
-        kept = 0
-        while kept + PAGE_BYTES <= min(len(old), len(new)) and old[: kept + PAGE_BYTES] == new[: kept + PAGE_BYTES]:
-            kept += PAGE_BYTES
-        cut = self._rng.randrange(kept, len(new) + 1)
-        zeros = new[:kept] + bytes(len(new) - kept)
-        return {"old": old, "new": new, "torn": new[:cut], "zeros": zeros}[kind]
+        if kind in ("old", "new"):
+            return old if kind == "old" else new
+        cut = self._rng.randrange(len(new) + 1)
+        sectors = bytearray(old[: len(new)])
+        for at in range(0, len(sectors), SECTOR_BYTES):
+            if self._rng.random() < 0.5:
+                sectors[at : at + SECTOR_BYTES] = new[at : min(at + SECTOR_BYTES, len(sectors))]
+        added = new[len(sectors) :]
+        return bytes(sectors) + (added[: max(cut - len(sectors), 0)] if kind == "torn" else bytes(len(added)))
