@@ -86,8 +86,8 @@ PASSES = ("hashed", "read", "written")
 BOUNDS: Mapping[str, Mapping[str, float]] = {
     "4KB": {"server syncs": 4.0, "server transactions": 4.0, "empty transactions": 0.1, "unlinks": 0.5},
     "1MB": {
-        "server syncs": 12.0,
-        "server transactions": 8.0,
+        "server syncs": 10.0,
+        "server transactions": 7.0,
         "server hashed": 1.2,
         "server read": 2.3,
         "client hashed": 2.2,

@@ -18,6 +18,7 @@ from fedplat.aggregate import Accumulator, Contribution
 from fedplat.codecs.container import open_update, options_from_text
 from fedplat.job import build_rule, parse_job
 from fedplat.wire.v1 import fleet_pb2
+from fedplat_server.rpc import report_intake
 from fedplat_server.storage import segments
 from fedplat_server.storage.segments import list_segments, read_records
 from fedplat_server.verify.inspection import verify
@@ -192,3 +193,23 @@ async def test_two_reports_of_one_update_have_one_record(site: Site) -> None:
     await is_accepted(clients[0].report(work[0].token, digest_of(content)))
     assert records(site.folder) == {digest_of(content)}
     assert np.isfinite(MODEL.to_vector()).all()
+
+
+async def test_a_quick_upload_needs_no_transaction(site: Site) -> None:
+    _, clients, work = await begun(site, job_file(goal=NUM))
+    before = site.store.calls["save"]
+    await clients[0].upload(work[0].token, contents()[0])
+    assert site.store.calls["save"] == before
+    await is_accepted(clients[0].report(work[0].token, digest_of(contents()[0])))
+    assert site.store.calls["save"] == before + 1
+
+
+@pytest.mark.parametrize("name", ["QUICK_UPLOAD_S", "MUCH_TIME_S"])
+async def test_a_client_that_uploads_for_long_or_late_has_more_time(
+    site: Site, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """That of the upload: its state tells."""
+    monkeypatch.setattr(report_intake, name, {"QUICK_UPLOAD_S": 0.0, "MUCH_TIME_S": 1e9}[name])
+    job, clients, work = await begun(site, job_file(goal=NUM))
+    await clients[0].upload(work[0].token, contents()[0])
+    await site.operator.until(job, "assignment", "UPLOADING")

@@ -172,22 +172,21 @@ class _Segment:
 
     def sync(self, updates: Iterable[RecordFile]) -> None:
         """Make complete updates durable. After a failure nothing here is, but for earlier updates. Raises `OSError`."""
-        was_sealed, self._is_sealed = self._is_sealed, True  # until all has succeeded, because no sync is repeated
-        if was_sealed:
-            raise OSError(errno.EIO, "an earlier sync of the segment failed")
         try:
+            if self._is_sealed:
+                raise OSError(errno.EIO, "an earlier sync of the segment failed")
             with crash_points.step("segment.header"):
                 for each in updates:
                     each.write_header(each.digest)
             with crash_points.step("segment.sync"):
                 os.fdatasync(self.descriptor)
         except BaseException:
+            self._is_sealed = True
             for file in list(self.open):
                 with file.lock:
                     file.gone = True
             self.open.clear()
             raise
-        self._is_sealed = False
 
     def empty(self) -> bool:
         """Remove all records; return whether others may be received. A fold that was cut off may still read it."""
