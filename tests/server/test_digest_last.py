@@ -13,6 +13,7 @@ import grpc
 import pytest
 from grpc import aio
 
+from fedplat.model.file import FilePart
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.errors import RefusedError, UploadError
@@ -114,8 +115,8 @@ def test_a_restarted_client_replaces_an_update_whose_report_failed(open_spool: O
     spool = open_spool()
     send(spool, data=b"another update")
 
-    def fail(path: Path) -> float:
-        raise OSError(f"{path} cannot be read")
+    def fail(part: FilePart) -> float:
+        raise OSError(f"{part.path} cannot be read")
 
     other = fleet_pb2.ReportRequest(digest=hashlib.sha256(b"another update").hexdigest(), upload_id=ID)
     with pytest.raises(OSError, match="cannot be read"):

@@ -179,11 +179,11 @@ async def test_records_begin_on_pages_of_their_own(uploads: Spool) -> None:
     """A write that is torn damages no page of an update that was acknowledged before."""
     await store(uploads, *KEYS)
     (path,) = list_segments(uploads.folder.parent / "segments")
-    starts = [record.part.start // segments.PAGE_BYTES for record in read_records(path)]
-    sizes = [record.part.size_bytes for record in read_records(path)]
-    assert sizes == [len(content_of(key)) for key in KEYS]
-    ends = [(record.part.start + record.part.size_bytes - 1) // segments.PAGE_BYTES for record in read_records(path)]
-    assert all(start > before for start, before in zip(starts[1:], ends, strict=False))
+    parts = [record.part for record in read_records(path)]
+    assert [part.read() for part in parts] == [content_of(key) for key in KEYS]
+    first = [part.start // segments.PAGE_BYTES for part in parts]
+    last = [(part.start + len(part.read()) - 1) // segments.PAGE_BYTES for part in parts]
+    assert all(start > before for start, before in zip(first[1:], last, strict=False))
 
 
 @pytest.mark.fault("F8")
