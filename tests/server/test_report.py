@@ -276,10 +276,10 @@ def validate_slowly(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, t
     checking, go_on = threading.Event(), threading.Event()
     check = report_validation.validate_file
 
-    def slow(update: Path, base: Path, codec: None, *part: Any) -> object:
+    def slow(*args: Any) -> object:
         checking.set()
         assert go_on.wait(daemons.PATIENCE_S)
-        return check(update, base, codec, *part)
+        return check(*args)
 
     monkeypatch.setattr(report_validation, "validate_file", slow)
     return checking, go_on

@@ -45,7 +45,11 @@ class FlowerAppHalf(ServerHalf):
     @override
     async def validator(self, job: JobState, assignment: Assignment, base: Path) -> Validate:
         array_types = require_flower(job.spec).array_types
-        return lambda part: report_validation.validate_message(part.path, array_types)
+        return lambda part, _: report_validation.validate_message(part.path, array_types)
+
+    @override
+    async def running_norm(self, job: JobState) -> None:
+        return None  # the arrays of a reply are those of the app, not of a version
 
     @override
     def stores_rows(self, job: JobState) -> bool:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Collection, Generator
 from pathlib import Path
 
+from fedplat.wire import digests
 from fedplat_server import errors, logs
 from fedplat_server.instruments import Place, note_full
 
@@ -25,7 +26,7 @@ WRITEBACK_BYTES = 8 << 20
 _SYNC_FILE_RANGE_WRITE = 2  # <linux/fs.h>
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_UPLOAD_ID = re.compile(r"[0-9a-f]{32}")
+_UPLOAD_ID = re.compile(f"(?:{digests.BLAKE3})?[0-9a-f]{{32}}")
 
 
 def is_digest(text: str) -> bool:
@@ -34,8 +35,13 @@ def is_digest(text: str) -> bool:
 
 
 def is_upload_id(text: str) -> bool:
-    """Return whether a text names an upload whose digest is not known yet: half as many such digits."""
+    """Return whether a text names an upload whose digest is not known yet: half as many digits, perhaps after `b3:`."""
     return _UPLOAD_ID.fullmatch(text) is not None
+
+
+def names_update(text: str) -> bool:
+    """Return whether a text is the digest of an update, or the id of its upload."""
+    return digests.is_digest(text) or is_upload_id(text)
 
 
 @contextlib.contextmanager

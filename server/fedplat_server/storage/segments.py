@@ -34,6 +34,7 @@ from typing_extensions import override
 from fedplat import durable
 from fedplat.model.file import FilePart
 from fedplat.rounds import AssignmentId
+from fedplat.wire import digests
 from fedplat_server import crash_points, logs
 from fedplat_server.errors import BlobError, ServerError, UploadError
 from fedplat_server.storage import files
@@ -69,7 +70,12 @@ class Record(NamedTuple):
 
     def is_intact(self) -> bool:
         """Return whether the bytes have the digest. Raises `OSError`."""
-        return hashlib.sha256(self.part.read()).hexdigest() == self.digest
+        kind = digests.kind_of(self.digest)
+        if kind and not digests.has_blake3():
+            return False
+        found = digests.UpdateHash(kind)
+        found.update(self.part.read())
+        return found.digest == self.digest
 
 
 class RecordFile(SpoolFile):
@@ -89,7 +95,9 @@ class RecordFile(SpoolFile):
 
     @override
     def load(self) -> None:
-        """Do nothing: no earlier process has written to the segment."""
+        """Measure what `norm` lacks. No earlier process has written to the segment."""
+        if self.norm is not None and self.norm.position < self.received:
+            self.norm.update(self.part.read()[self.norm.position :])
 
     @override
     def open_writer(self) -> int:
@@ -100,13 +108,17 @@ class RecordFile(SpoolFile):
         if self.gone:
             raise UploadError("the upload was discarded; resume at 0")
         _write_at(descriptor, data, self.part.start + self.received)
-        self._sha256.update(data)
+        self._hash.update(data)
+        if self.norm is not None:
+            self.norm.update(data)
         self.received += memoryview(data).nbytes
 
     @override
     def restart(self) -> None:
         self.received = 0
-        self._sha256 = hashlib.sha256()
+        self._hash = digests.UpdateHash(self._hash.kind)
+        if self.norm is not None:
+            self.norm.restart()
 
     @override
     def assign_digest(self, digest: str, path: Path) -> None:

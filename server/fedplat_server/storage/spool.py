@@ -46,6 +46,7 @@ from typing import ParamSpec, TypeVar
 
 from fedplat import durable
 from fedplat.model.file import FilePart
+from fedplat.model.running_norm import RunningNorm
 from fedplat.rounds import AssignmentId, Change
 from fedplat.rounds.closing import needs_update
 from fedplat_server import crash_points, logs
@@ -59,6 +60,7 @@ from fedplat_server.storage.spool_file import (
     OpenUpload,
     RowFile,
     SpoolFile,
+    hash_update,
     name_attempt,
     name_update,
     resume_upload,
@@ -77,10 +79,9 @@ _T = TypeVar("_T")
 
 
 class Spool:
-    """The updates of all jobs, in a folder that is created if it does not exist.
+    """The updates of all jobs, in a folder that is created if it does not exist. Its default `backend` is the folder.
 
-    Updates of jobs for which `in_memory(job_id)` returns True are in memory. Without a `backend` the folder makes
-    updates durable. Without `segments` there are no records.
+    Updates of jobs for which `in_memory(job_id)` returns True are in memory. Without `segments` there are no records.
     """
 
     def __init__(
@@ -189,21 +190,20 @@ class Spool:
             return file.received
 
     def open(
-        self, key: AssignmentId, name: str, size_bytes: int, offset: int, limit_bytes: int | None = None
+        self, key: AssignmentId, name: str, size_bytes: int, offset: int, norm: RunningNorm | None = None
     ) -> OpenUpload:
         """Resume or start an upload. An upload with another name is discarded; another writer is fenced.
 
-        `name` is the update's digest, or the client's `upload_id` if the digest follows the bytes (`complete`).
-        Raises `UploadError` if the assignment has ended, if the declared size exceeds the limit, if the upload did not
-        stop at `offset`, or if an update with another name was sealed for this assignment.
+        `name` is the update's digest, or the client's `upload_id` if the digest follows the bytes (`complete`). `norm`
+        measures the bytes while they arrive (`find_norm`).
+        Raises `UploadError` if the assignment has ended, if the upload did not stop at `offset`, or if an update with
+        another name was sealed for this assignment.
         """
-        if not (files.is_digest(name) or files.is_upload_id(name)):
+        if not files.names_update(name):
             raise UploadError(f"{name[:100]!r} is not a digest: expected 64 lowercase hexadecimal digits")
-        if size_bytes < 0 or (limit_bytes is not None and size_bytes > limit_bytes):
-            raise UploadError(f"{size_bytes} bytes were declared; at most {limit_bytes} are accepted")
         file = self._find(key, name) or self._replace(key, name, size_bytes)
         with files.translate_os_errors("opening an upload", "updates"):
-            return resume_upload(file, size_bytes, offset, self._updates.writers)
+            return resume_upload(file, size_bytes, offset, self._updates.writers, norm)
 
     def complete(self, key: AssignmentId, digest: str, upload_id: str = "") -> Path | None:
         """Seal and return the file if it is complete, else return None. A sealed file does not change until deleted.
@@ -254,6 +254,12 @@ class Spool:
                     writer.fence()
                 file.sealed = True
             return file.path
+
+    def find_norm(self, key: AssignmentId, digest: str) -> RunningNorm | None:
+        """Return what has measured a sealed update while it arrived, if anything has."""
+        with self._lock:
+            file = self._updates.files.get(key)
+        return file.norm if file is not None and file.is_named(digest) else None
 
     def unseal(self, key: AssignmentId, digest: str) -> None:
         """Let another upload replace an update whose report was not accepted."""
@@ -441,8 +447,7 @@ class Spool:
                 return
             try:
                 self._backend.fetch(key, digest, temporary)
-                with temporary.open("rb") as file:
-                    found = hashlib.file_digest(file, "sha256").hexdigest()
+                found = hash_update(temporary, digest)
                 if found != digest:
                     raise BlobError(f"the copy of an update has the digest {found}; expected {digest}")
                 with self._lock:
@@ -472,7 +477,7 @@ class Spool:
             if file is not None and file.gone:  # the sync of its segment failed
                 self._remove(key)
                 file = None
-            if file is None and (files.is_digest(name) or files.is_upload_id(name)):
+            if file is None and files.names_update(name):
                 path = spool_path_of(self.folder, key, name)
                 part = self._find_record(key, name)
                 if part is not None:  # its report is repeated; a file is at most a copy
