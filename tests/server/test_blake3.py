@@ -14,7 +14,6 @@ from grpc import aio
 from fedplat.model import Parameters
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat.wire import digests
-from fedplat.wire.digests import UpdateHash
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.errors import BlobError, RefusedError
 from fedplat_server.messages import validation
@@ -35,13 +34,7 @@ KEY = AssignmentId(AttemptKey("job", 1, 2), "client")
 ID = digests.BLAKE3 + "0123456789abcdef" * 2
 
 
-def blake3_of(data: bytes) -> str:
-    digest = UpdateHash(digests.BLAKE3)
-    digest.update(data)
-    return digest.digest
-
-
-DIGEST = blake3_of(DATA)
+DIGEST = digest_of(DATA, digests.BLAKE3)
 
 
 def reopen(folder: Path) -> Spool:
@@ -78,7 +71,7 @@ def test_an_update_outlives_the_server_at_every_step(tmp_path: Path) -> None:
     assert path.read_bytes() == DATA
 
 
-@pytest.mark.parametrize("digest", [SHA256, blake3_of(b"other")])
+@pytest.mark.parametrize("digest", [SHA256, digest_of(b"other", digests.BLAKE3)])
 @pytest.mark.fault("F14")
 def test_bytes_with_another_digest_than_reported_are_sent_again(tmp_path: Path, digest: str) -> None:
     spool = reopen(tmp_path)
@@ -97,7 +90,7 @@ def test_verify_reads_the_update_by_its_digest(tmp_path: Path) -> None:
     assert list(check_spool(spool.folder, {KEY: DIGEST})) == []
     spool_path_of(spool.folder, KEY, DIGEST).write_bytes(b"damaged")
     ((_, finding),) = check_spool(spool.folder, {KEY: DIGEST})
-    assert finding.found == f"its update has the digest {blake3_of(b'damaged')}"
+    assert finding.found == f"its update has the digest {digest_of(b'damaged', digests.BLAKE3)}"
 
 
 def test_a_copy_is_named_by_the_digest() -> None:

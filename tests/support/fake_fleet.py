@@ -16,17 +16,10 @@ from fedplat import wire
 from fedplat.model import Parameters
 from fedplat.wire import auth, digests
 from fedplat.wire.auth import Ticket
-from fedplat.wire.digests import UpdateHash
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc, model_pb2
+from support.raw_client import digest_of
 
 PIECE = 10_000
-
-
-def digest_of(data: bytes | bytearray, kind: str) -> str:
-    """Returns a digest of a kind of `fedplat.wire.digests`."""
-    digest = UpdateHash(kind)
-    digest.update(data)
-    return digest.digest
 
 
 class FakeFleet(fleet_pb2_grpc.FleetServicer):
@@ -199,7 +192,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServicer):
             self.truncate_at_report = None
             context.abort(grpc.StatusCode.ABORTED, "the update has not arrived completely")
         if request.upload_id:
-            assert digest_of(file, digests.kind_of(request.upload_id)) == request.digest
+            assert digest_of(bytes(file), digests.kind_of(request.upload_id)) == request.digest
             self.uploads[request.digest] = file
         self._leave("Report", context)
         if self.receipts:

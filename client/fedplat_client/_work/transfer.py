@@ -161,7 +161,9 @@ class _Upload:
         """Raise the error of a refused upload, unless it may continue: after a query, or under its digest."""
         _stop_if_ended(exc, self.receiver, self.control)
         content = self.content
-        if isinstance(content, StreamedUpdate) and content.upload_id and exc.code == _INVALID:
+        # The size is refused under any name; and once it was, the assignment has ended, whose text is another one.
+        is_old_server = exc.code == _INVALID and not isinstance(exc, errors.TooLargeError)
+        if isinstance(content, StreamedUpdate) and content.upload_id and is_old_server:
             content.forget_id()
         elif exc.code not in resumable:
             raise errors.TransferError(f"the server refuses the update: {exc}") from exc

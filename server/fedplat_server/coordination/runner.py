@@ -17,6 +17,7 @@ import asyncio
 import dataclasses
 import functools
 import itertools
+import math
 import secrets
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
@@ -34,6 +35,7 @@ from fedplat_server.errors import (
     ParticipationError,
     StaleRevisionError,
     StoreError,
+    StoreFullError,
     StoreUnavailableError,
 )
 from fedplat_server.records.audit import AuditEntry
@@ -44,6 +46,10 @@ GAP_S = 0.005
 """The time for which reports that do not close their attempt wait for the next one, to be stored with it."""
 GATHER_S = 0.1
 """The longest time for which a report waits for others."""
+NO_ANSWER = "the server's database does not answer"
+FULL = "the disk of the server's database is full"
+LOG_EVERY_S = 60.0
+"""The interval of lines about a database that still stores nothing, which is tried twice a second."""
 
 
 def new_rng() -> np.random.Generator:
@@ -127,6 +133,9 @@ class Runner:
         self._timers: dict[str, Timer] = {}
         self._ended: BaseException | None = None
         self._doubt: StoreUnavailableError | None = None
+        self._problem_since = -math.inf
+        self.problem = ""
+        """Why the last changes could not be stored; empty if they were."""
 
     @property
     def now(self) -> float:
@@ -241,6 +250,9 @@ class Runner:
             self.coordinator.reject(proposal)
             await self._on_refused(batch, actor, exc)
             return
+        if proposal.changes and self.problem:
+            logs.get().info("the database stores changes again")
+            self.problem = ""
         self.coordinator.accept(proposal)
         self._answer(batch, proposal)
         actor.on_stored(proposal.changes)
@@ -260,7 +272,7 @@ class Runner:
         self, proposal: Proposal, save_id: str, batch: list[_Item], exc: StoreUnavailableError, rng: np.random.Generator
     ) -> bool:
         """Query the database until it answers whether the changes were stored. Meanwhile callers receive the error."""
-        logs.get().error("the database does not answer", events=len(batch), error=str(exc))
+        self._note_problem(batch, exc)
         self._doubt = exc
         waiting = [self._queue.get_nowait() for _ in range(self._queue.qsize())]
         for item in (*batch, *waiting):
@@ -272,8 +284,16 @@ class Runner:
         pauses = retries.grow_pauses(self._store_retry_s, rng)
         last = await retries.retry(find, StoreUnavailableError, pauses)
         self._doubt = None
-        logs.get().info("the database answers again", saved=last == save_id)
+        logs.get().debug("the database answers again", saved=last == save_id)
         return last == save_id
+
+    def _note_problem(self, batch: list[_Item], exc: StoreUnavailableError) -> None:
+        """Keep the reason, and log it."""
+        name = FULL if isinstance(exc, StoreFullError) else NO_ANSWER
+        if name != self.problem or self.now - self._problem_since >= LOG_EVERY_S:
+            logs.get().error(name, events=len(batch), error=str(exc))
+            self._problem_since = self.now
+        self.problem = name
 
     async def _on_refused(self, batch: list[_Item], actor: Actor, exc: StoreError) -> None:
         if isinstance(exc, StaleRevisionError):

@@ -66,6 +66,7 @@ class AssignmentMessages:
             traceparent=ids.traceparent(assignment, spec.num_wanted) if self._is_tracing else "",
             digest_last=True,
             blake3=digests.has_blake3(),
+            num_rounds=spec.rounds,
         )
         if not model_bytes:
             message.model.blake3 = self._models.blobs.find_blake3(model.digest)

@@ -106,8 +106,9 @@ class ReportIntake:
         upload takes long. Raises `RefusedError` if the assignment has ended.
         """
         event = events.UploadStarted(*assignment.id)
-        has_time = assignment.deadline_at - self.runner.now > MUCH_TIME_S
-        if has_time and self.spool.stores_record(assignment.id, size_bytes) and self._is_busy(assignment):
+        has_time, segments = assignment.deadline_at - self.runner.now > MUCH_TIME_S, self.spool.segments
+        is_record = segments is not None and segments.stores_record(assignment.id, size_bytes)
+        if has_time and is_record and self._is_busy(assignment):
             timer = asyncio.get_running_loop().call_later(QUICK_UPLOAD_S, self.runner.post, event)
             try:
                 yield

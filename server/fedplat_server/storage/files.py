@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fnmatch
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Iterator
 from pathlib import Path
 
 from fedplat.wire import digests
@@ -51,7 +52,8 @@ def translate_os_errors(doing: str, place: Place = "models") -> Generator[None]:
         yield
     except OSError as exc:
         if exc.errno not in _FULL:
-            raise errors.BlobError(f"{doing} failed: {exc}") from exc
+            hint = "; let the user of the server read and write it" if isinstance(exc, PermissionError) else ""
+            raise errors.BlobError(f"{doing} failed: {exc}{hint}") from exc
         note_full(place)
         raise errors.BlobFullError(f"{doing} failed: {exc}") from exc
 
@@ -70,7 +72,24 @@ def list_files(folder: Path) -> list[Path]:
 def find_digests(folder: Path, *patterns: str) -> frozenset[str]:
     """Return the names that are digests, or hashes of names, among the files and folders that match the patterns."""
     with translate_os_errors(f"listing {folder}"):
-        return frozenset(path.name for each in patterns for path in folder.glob(each) if is_digest(path.name))
+        return frozenset(path.name for each in patterns for path in match(folder, each) if is_digest(path.name))
+
+
+def match(folder: Path, pattern: str) -> Iterator[Path]:
+    """Yield the paths in a folder that match a pattern, as `Path.glob` does.
+
+    Raises `OSError` for a folder that cannot be listed, which `Path.glob` would take for an empty one.
+    """
+    first, _, rest = pattern.partition("/")
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for name in fnmatch.filter(names, first):
+        if rest:
+            yield from match(folder / name, rest)
+        else:
+            yield folder / name
 
 
 class Writeback:

@@ -72,8 +72,7 @@ PREFETCH_THREADS = 4
 MAX_ROWS = 2000
 """Maximum number of updates that are in memory because they are rows; and a quarter of the open files that the process
 may have, since each is one. Others get files."""
-MAX_HANDED_BYTES = 64 * 2**20
-"""Maximum size of the records that also get files when the server stops: their copying delays its end."""
+MAX_HANDED_BYTES = 64 * 2**20  # of records that also get files when the server stops, which delays its end
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -303,10 +302,6 @@ class Spool:
         file.durable = True
         return file.received
 
-    def stores_record(self, key: AssignmentId, size_bytes: int) -> bool:
-        """Return whether an update of a size may become a record of a segment."""
-        return self.segments is not None and self.segments.stores_record(key, size_bytes)
-
     def find_open(self, key: AssignmentId, digest: str) -> RecordFile | None:
         """Return the record of an update that must be stored before it is acknowledged; None if it is durable."""
         with self._lock:
@@ -388,10 +383,7 @@ class Spool:
                     self._updates.files[key].durable = True
 
     def hand_over(self) -> None:
-        """Write the updates of rows and records to files, too, for a daemon of a release that does not know them.
-
-        Records only if they are few. Blocks.
-        """
+        """Write the updates of rows, and records if they are few, to files, too, for a daemon of an older release."""
         with self._lock:
             rows = {key: file for key, file in self._rows.items() if self._updates.is_needed(key)}
         for key, row in rows.items():

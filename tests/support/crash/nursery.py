@@ -84,12 +84,7 @@ class Nursery:
 
 @contextlib.asynccontextmanager
 async def running() -> AsyncGenerator[Nursery]:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(_TESTS),
-        "OPENBLAS_NUM_THREADS": "1",
-        "GRPC_VERBOSITY": "NONE",
-    }
+    environment = {**os.environ, "PYTHONPATH": str(_TESTS), "OPENBLAS_NUM_THREADS": "1", "GRPC_VERBOSITY": "NONE"}
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",

@@ -222,7 +222,9 @@ class Member:
             send = {0: self._stream, 1: self._stream_by_id}.get(self.number, self._inline)
             response = await send(work, content)
             if response is not None and response.HasField("receipt"):
-                self.world.receipts.add(Receipt(self.client.client_id, work.round, work.attempt, digest_of(content)))
+                self.world.receipts.add(
+                    Receipt(self.client.client_id, work.round, work.attempt, response.receipt.digest)
+                )
 
     async def _inline(self, work: fleet_pb2.Assignment, content: bytes) -> fleet_pb2.ReportResponse:
         """The update inside its report."""
@@ -243,9 +245,7 @@ class Member:
         self, work: fleet_pb2.Assignment, content: bytes, upload_id: str = ""
     ) -> fleet_pb2.ReportResponse | None:
         """The update as a stream, from where it stopped; then its report. None: the assignment is open no more."""
-        hashed, examples = digests.UpdateHash(digests.kind_of(upload_id)), num_examples(self.number)
-        hashed.update(content)
-        digest = hashed.digest
+        digest, examples = digest_of(content, digests.kind_of(upload_id)), num_examples(self.number)
         names: dict[str, Any] = {"digest": "" if upload_id else digest, "upload_id": upload_id}
 
         async def upload(client: RawClient) -> None:
