@@ -31,7 +31,7 @@ NAMES = ("syncs", "unlinks", "renames", "hashed", "read back", "writes", "empty 
 """The counts: calls of fsync and fdatasync by Python; removed and renamed files; bytes hashed; bytes read from the
 files of updates; transactions that write, those of them that changed nothing, the syncs of the others; and the most
 memory of Python and NumPy in bytes."""
-_UPDATES = ("/uploads/", "/memfd:", "/proc/self/fd/")
+_UPDATES = ("/uploads/", "/segments/", "/memfd:", "/proc/self/fd/")
 """What the path of a file of an update contains, in the folder of a server or in memory."""
 _CALLS = {"syncs": ("fsync", "fdatasync"), "unlinks": ("unlink", "remove"), "renames": ("rename", "replace")}
 _RECORD = struct.Struct(f"<{len(NAMES)}q")

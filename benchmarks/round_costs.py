@@ -86,7 +86,8 @@ PASSES = ("hashed", "read", "written")
 BOUNDS: Mapping[str, Mapping[str, float]] = {
     "4KB": {"server syncs": 4.0, "server transactions": 4.0, "empty transactions": 0.1, "unlinks": 0.5},
     "1MB": {
-        "server syncs": 40.0,
+        "server syncs": 10.0,
+        "server transactions": 7.0,
         "server hashed": 1.25,
         "server read": 1.4,
         "server read back": 1.1,

@@ -12,6 +12,7 @@ import math
 from collections.abc import Collection, Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -69,9 +70,14 @@ def _judge_norm(norm: float) -> float | Verdict:
 
 
 def validate_file(
-    update: Path, base: Path, codec: codecs.CodecOptions | None, running: RunningNorm | None = None
+    update: Path,
+    base: Path,
+    codec: codecs.CodecOptions | None,
+    running: RunningNorm | None = None,
+    start: int = 0,
+    size_bytes: int | None = None,
 ) -> float | Verdict:
-    """Return the L2 norm of the update in a file, or a refusal.
+    """Return the L2 norm of the update in a file, or a refusal; with `size_bytes`, of a part that begins at `start`.
 
     Reads the file at most once, and not at all if `running` has all of its bytes and the schema of `base`, which is the
     file of a version of the job. Memory does not grow with its size.
@@ -81,14 +87,18 @@ def validate_file(
         return _judge_norm(norm)
     if codec is not None:
         try:
-            return measure_norm(Format(codec, expected).open(update).to_blocks())
+            return measure_norm(Format(codec, expected).open(update, start, size_bytes).to_blocks())
         except (ModelError, CodecError, PluginError, UserCodeError) as exc:
             return Verdict(Reason.REJECTED_SCHEMA, str(exc))
     with update.open("rb") as file:
+        if size_bytes is None:
+            size_bytes = update.stat().st_size - start
+        file.seek(start)
         same = file.read(len(expected.header)) == expected.header
-    if not same or update.stat().st_size != expected.file_size_bytes:
-        return Verdict(Reason.REJECTED_SCHEMA, _describe_difference(update, expected))
-    return measure_norm(ModelFile(update, expected).to_blocks())
+        if not same or size_bytes != expected.file_size_bytes:
+            file.seek(start)
+            return Verdict(Reason.REJECTED_SCHEMA, _describe_difference(file, size_bytes, expected))
+    return measure_norm(ModelFile(update, expected, start).to_blocks())
 
 
 def validate_message(update: Path, array_types: Collection[str] = ()) -> float | Verdict:
@@ -164,15 +174,13 @@ def _read_schema(base: Path, inode: int, modified_ns: int) -> Schema:
     return Parameters.open(base).schema
 
 
-def _describe_difference(update: Path, expected: Schema) -> str:
+def _describe_difference(update: BinaryIO, size_bytes: int, expected: Schema) -> str:
     """Describe how the update's header differs; a header that is far longer than expected is not read."""
     try:
-        with update.open("rb") as file:
-            size_bytes = update.stat().st_size
-            header_bytes = header_size(file.read(8), size_bytes)
-            if header_bytes > 2 * len(expected.header) + _SPARE_HEADER_BYTES:
-                return f"the header has {header_bytes} bytes; the base version's file has {len(expected.header) - 8}"
-            layout = read_layout(file.read(header_bytes), size_bytes - 8 - header_bytes)
+        header_bytes = header_size(update.read(8), size_bytes)
+        if header_bytes > 2 * len(expected.header) + _SPARE_HEADER_BYTES:
+            return f"the header has {header_bytes} bytes; the base version's file has {len(expected.header) - 8}"
+        layout = read_layout(update.read(header_bytes), size_bytes - 8 - header_bytes)
     except ModelError as exc:
         return str(exc)
     return layout.schema.difference_from(expected) or "the header is not byte for byte that of the base version's file"

@@ -148,16 +148,20 @@ class Format:
         values = self.codec.decode(view[start:end], self.schema.num_floating)
         return _Decoded(self.schema, values, self._carried, view[end:])
 
-    def open(self, path: str | os.PathLike[str]) -> Values:
+    def open(self, path: str | os.PathLike[str], start: int = 0, size_bytes: int | None = None) -> Values:
         """Map a file into memory and return its update. Raises the errors of `decode`, or `OSError`.
 
-        Pages that were read do not stay in the process's memory: a hundred updates may be open at once.
+        With `size_bytes`, the update is the part of the file that begins at `start`. Pages that were read do not stay
+        in the process's memory: a hundred updates may be open at once.
         """
-        if not os.stat(path).st_size:
+        if size_bytes is None:
+            size_bytes = os.stat(path).st_size - start
+        if not size_bytes:
             return self.decode(b"")
+        before = start % mmap.ALLOCATIONGRANULARITY
         with open(path, "rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        decoded = self._decode(memoryview(mapped))
+            mapped = mmap.mmap(file.fileno(), before + size_bytes, access=mmap.ACCESS_READ, offset=start - before)
+        decoded = self._decode(memoryview(mapped)[before:])
         return dataclasses.replace(decoded, values=_MappedBlocks(decoded.values, mapped))
 
     def _misfit(self, beginning: bytes) -> str:
@@ -173,9 +177,20 @@ class Format:
         return "the encoded update belongs to other tensors; expected the names, shapes and dtypes of the base version"
 
 
-def open_update(path: str | os.PathLike[str], base: Values, codec: codecs.CodecOptions | None) -> Values:
-    """Open the file of an update that was validated: encoded, or the safetensors file of the update itself."""
-    return ModelFile.open(path) if codec is None else Format(codec, base.schema).open(path)
+def open_update(
+    path: str | os.PathLike[str],
+    base: Values,
+    codec: codecs.CodecOptions | None,
+    start: int = 0,
+    size_bytes: int | None = None,
+) -> Values:
+    """Open the file of an update that was validated: encoded, or the safetensors file of the update itself.
+
+    With `size_bytes`, it is the part of the file that begins at `start`.
+    """
+    if codec is None:
+        return ModelFile.open(path, start, size_bytes)
+    return Format(codec, base.schema).open(path, start, size_bytes)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -12,7 +12,8 @@ import os
 import re
 from collections.abc import Generator, Iterator
 from functools import lru_cache
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,30 +27,51 @@ from fedplat.model.values import Bytes, FloatingBlocks, Read, read_run
 from fedplat.texts import format_number, quote
 
 
+class FilePart(NamedTuple):
+    """Bytes of a file: those from `start`, up to its end or `size_bytes` of them."""
+
+    path: Path
+    start: int = 0
+    size_bytes: int | None = None
+
+    def read(self) -> bytes:
+        """Read the bytes. Raises `OSError`."""
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(self.start)
+            return file.read(-1 if self.size_bytes is None else self.size_bytes)
+
+
 class ModelFile:
     """A safetensors file as `Values`, read in windows anew in every pass.
 
     The file is not mapped into memory: the pages of a mapping count as the process's memory while the mapping exists,
     and touching them for the first time costs as much as copying into a window that stays in the cache.
 
-    The file must be written by fedplat, with exactly the header of its schema.
+    The file must be written by fedplat, with exactly the header of its schema. It may be a part of another file, which
+    begins there at `start`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], schema: Schema) -> None:
+    def __init__(self, path: str | os.PathLike[str], schema: Schema, start: int = 0) -> None:
         self.path = os.fspath(path)
         self.schema = schema
+        self._start = start
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> ModelFile:
-        """Open a file and parse its header. Raises `OSError`, or `ModelError` unless fedplat wrote the file."""
+    def open(cls, path: str | os.PathLike[str], start: int = 0, size_bytes: int | None = None) -> ModelFile:
+        """Open a file and parse its header; with `size_bytes`, the part of the file that begins at `start`.
+
+        Raises `OSError`, or `ModelError` unless fedplat wrote the file.
+        """
         with open(path, "rb") as file:
-            size_bytes = os.fstat(file.fileno()).st_size
+            if size_bytes is None:
+                size_bytes = os.fstat(file.fileno()).st_size - start
+            file.seek(start)
             prefix = file.read(8)
             text = file.read(header_size(prefix, size_bytes))
         layout = read_layout(text, size_bytes - 8 - len(text))
         if layout.schema.header != prefix + text:
             raise ModelError("fedplat did not write the header; expected canonical order, spacing and padding")
-        return cls(path, layout.schema)
+        return cls(path, layout.schema, start)
 
     def to_blocks(self, columns: range | None = None) -> Blocks:
         """Return the floating-point entries as float32; with `columns`, only these are read."""
@@ -64,7 +86,7 @@ class ModelFile:
     @contextlib.contextmanager
     def reader(self, longest: int) -> Generator[Read]:
         """Yield a reader of the flat buffer, for at most `longest` bytes at a time, all into one window."""
-        beginning = len(self.schema.header)
+        beginning = self._start + len(self.schema.header)
         window = np.empty(min(longest, self.schema.size_bytes), np.uint8)  # untouched pages cost nothing
         descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
 

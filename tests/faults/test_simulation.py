@@ -14,8 +14,12 @@ pytestmark = pytest.mark.slow  # a start of the program imports the server
 PROGRAM = Path(__file__).with_name("simulate.py")
 NUM_TWICE, NUM_SEEDS = 3, 50
 BUGS = ["folder-synced-before-the-rename", "acknowledged-before-the-sync", "acknowledged-before-the-transaction"]
-OF_FILES = ["folders-not-synced", "copies-trusted", "rows-forgotten"]
-RARE_BUGS = ["blob-synced-after-the-commit", "lease-checked-before-the-write"]
+OF_FILES = ["folders-not-synced", "copies-trusted", "rows-forgotten", "records-forgotten", "segment-emptied-too-early"]
+RARE_BUGS = [
+    "blob-synced-after-the-commit",
+    "lease-checked-before-the-write",
+    "records-acknowledged-before-the-sync",
+]
 """These need more seeds. All are in `support/fault_simulation/planted.py`, which must not be imported before the
 simulation's clock."""
 

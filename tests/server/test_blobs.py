@@ -211,6 +211,22 @@ def test_folders_are_synced_until_that_succeeded_once(blobs: BlobStore, monkeypa
     assert counting.calls_left == 1000 - 4 - 2
 
 
+def test_folders_of_the_first_level_are_made_together_after_a_few(
+    blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counting = Failing("fsync", errno.EIO, 1000)
+    monkeypatch.setattr(os, "fsync", counting)
+    contents = [str(number).encode() for number in range(12)]
+    assert len({hashlib.sha256(content).hexdigest()[:2] for content in contents}) == len(contents)
+    used = list[int]()
+    for content in contents:
+        before = counting.calls_left
+        blobs.put_chunks([content])
+        used.append(before - counting.calls_left)
+    assert used == [4, 4, 4, *([3] * 9)]
+    assert len([path for path in blobs.folder.iterdir() if path.is_dir()]) == 256
+
+
 # --- copies of rows --------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import grpc
 import pytest
 from grpc import aio
 
+from fedplat.model.file import FilePart
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.errors import RefusedError, UploadError
@@ -68,7 +69,7 @@ def send(spool: Spool, name: str = ID, data: bytes = DATA, end: int | None = Non
 
 def report(spool: Spool, digest: str = DIGEST, upload_id: str = ID) -> object:
     request = fleet_pb2.ReportRequest(digest=digest, upload_id=upload_id)
-    return receive_update(spool, KEY, request, lambda path, _: float(path.stat().st_size))
+    return receive_update(spool, KEY, request, lambda part, _: float(len(part.read())))
 
 
 def test_the_report_declares_the_digest_of_an_upload(open_spool: OpenSpool) -> None:
@@ -114,8 +115,8 @@ def test_a_restarted_client_replaces_an_update_whose_report_failed(open_spool: O
     spool = open_spool()
     send(spool, data=b"another update")
 
-    def fail(path: Path, _: object) -> float:
-        raise OSError(f"{path} cannot be read")
+    def fail(part: FilePart, _: object) -> float:
+        raise OSError(f"{part.path} cannot be read")
 
     other = fleet_pb2.ReportRequest(digest=hashlib.sha256(b"another update").hexdigest(), upload_id=ID)
     with pytest.raises(OSError, match="cannot be read"):

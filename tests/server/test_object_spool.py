@@ -54,7 +54,7 @@ class Host:
     def end(self, *keys: AssignmentId) -> None:
         """What a stored change does that ends assignments."""
         for key in keys:
-            self.spool._forget(key)  # pyright: ignore[reportPrivateUsage]
+            self.spool._updates.forget(key)  # pyright: ignore[reportPrivateUsage]
         self.spool._delete(keys)  # pyright: ignore[reportPrivateUsage]
         self.backend.delete(keys)
 

@@ -18,7 +18,7 @@ from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.database import sql_contents
 from fedplat_server.errors import StoreError, StoreFullError, StoreUnavailableError
-from fedplat_server.storage import spool
+from fedplat_server.storage import segments, spool
 from support import daemons
 from support.daemons import RawClient, Site, digest_of, initial_model, update_of
 from support.jobs import job_file
@@ -160,6 +160,7 @@ async def test_larger_updates_and_models_and_those_beyond_the_number_are_files(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spool, "MAX_ROWS", 1)
+    monkeypatch.setattr(segments, "MAX_BYTES", 0)
     model = Parameters.from_arrays({"weight": np.zeros(sql_contents.MAX_BYTES // 4, np.float32)})
     async with daemons.running(folder) as site:
         job = await site.operator.start(job_file(goal=2), model)

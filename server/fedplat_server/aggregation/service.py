@@ -34,6 +34,7 @@ from fedplat_server.database import sql_contents
 from fedplat_server.database.sql_contents import SmallContents
 from fedplat_server.errors import BlobError, BlobUnavailableError, StoreUnavailableError, is_lasting
 from fedplat_server.storage.blobs import Blob, BlobStore
+from fedplat_server.storage.segments import FilePart
 from fedplat_server.storage.spool import Spool
 from fedplat_server.training.server_training import ServerTraining, is_due
 from fedplat_server.workers.task_inputs import AttemptInputs, SpooledUpdate
@@ -226,9 +227,12 @@ class Aggregation:
                 found = await self._find_updates(folds)
                 updates = zip(found, folds, origins, strict=True)
                 await backend.fold(
-                    [SpooledUpdate(str(path), each.contribution, origin) for path, each, origin in updates]
+                    [
+                        SpooledUpdate(str(part.path), each.contribution, origin, part.start, part.size_bytes)
+                        for part, each, origin in updates
+                    ]
                 )
-                paths += found
+                paths += [part.path for part in found]  # for a server step, which reads no parts of files
                 if job.spec.durability == "memory" and not backend.keeps_updates:
                     await asyncio.to_thread(self._spool.discard, folds[0].assignment)
             return await self._commit(job, key, backend, paths)
@@ -262,19 +266,19 @@ class Aggregation:
         (path,) = await stack.enter_async_context(self._blobs.local(version.digest))
         return os.path.abspath(path)
 
-    async def _find_updates(self, folds: Sequence[Fold]) -> list[Path]:
-        def find() -> list[Path]:
+    async def _find_updates(self, folds: Sequence[Fold]) -> list[FilePart]:
+        def find() -> list[FilePart]:
             return [self._find_update(each) for each in folds]
 
         # The store's health is logged; an outage must not fail the attempt.
         pauses = itertools.repeat(retries.STORE_RETRY_S)
         return await retries.retry(lambda: asyncio.to_thread(find), BlobUnavailableError, pauses)
 
-    def _find_update(self, command: Fold) -> Path:
-        path = self._spool.complete(command.assignment, command.digest)
-        if path is None:
+    def _find_update(self, command: Fold) -> FilePart:
+        part = self._spool.locate(command.assignment, command.digest)
+        if part is None:
             raise BlobError(f"the update of {command.assignment.client_id} is missing or damaged")
-        return path.absolute()
+        return part
 
     def _store_delta(self, blobs: BlobStore, codec: codecs.CodecOptions, aggregate: Aggregate) -> Blob:
         """Store the step to a version in its own file, which is an orphan until a version names it."""

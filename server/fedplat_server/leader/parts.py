@@ -37,7 +37,7 @@ from fedplat_server.protocols.registry import KindParts, ServerHalves
 from fedplat_server.protocols.relay import Relay
 from fedplat_server.records.lease import Lease
 from fedplat_server.rpc import job_registry, serving
-from fedplat_server.storage import blob_stores, files, read_cache, spool_backend, spool_file
+from fedplat_server.storage import blob_stores, files, read_cache, segments, spool_backend, spool_file
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.object_store import StoreHealth
 from fedplat_server.storage.spool import Spool
@@ -196,7 +196,13 @@ async def _make_production(
     def stores_row(key: AssignmentId, size_bytes: int) -> bool:
         return size_bytes <= sql_contents.MAX_BYTES and stores_rows(coordination.jobs.state(key.attempt.job_id))
 
+    def stores_record(key: AssignmentId, size_bytes: int) -> bool:
+        is_middle = sql_contents.MAX_BYTES < size_bytes <= segments.MAX_BYTES
+        return is_middle and stores_rows(coordination.jobs.state(key.attempt.job_id))
+
     files.spool.stores_row = stores_row
+    if files.spool.segments is not None:
+        files.spool.segments.stores_record = stores_record
     aggregation = service.Aggregation(
         files.blobs,
         files.spool,
@@ -345,7 +351,9 @@ async def _open_spool(
     known = await owner.list_attempts(store)
     if config.spool:
         await asyncio.to_thread(backend.claim, await owner.identify(store, config.database), known)
-    spool = await asyncio.to_thread(Spool, config.upload_dir, jobs.is_in_memory, backend)
+    # An object store makes updates durable on another host, and by itself.
+    records = segments.Segments(config.upload_dir.with_name(segments.FOLDER)) if health is None else None
+    spool = await asyncio.to_thread(Spool, config.upload_dir, jobs.is_in_memory, backend, records)
     needed = jobs.needed_updates()
     await asyncio.to_thread(spool.keep, needed, known)
     wanted = frozenset(needed)

@@ -45,7 +45,7 @@ class FlowerAppHalf(ServerHalf):
     @override
     async def validator(self, job: JobState, assignment: Assignment, base: Path) -> Validate:
         array_types = require_flower(job.spec).array_types
-        return lambda update, _: report_validation.validate_message(update, array_types)
+        return lambda part, _: report_validation.validate_message(part.path, array_types)
 
     @override
     async def running_norm(self, job: JobState) -> None:

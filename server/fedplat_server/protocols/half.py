@@ -26,6 +26,7 @@ from typing_extensions import override
 from fedplat import aggregate, report_validation
 from fedplat.codecs import container
 from fedplat.job import JobSpec
+from fedplat.model.file import FilePart
 from fedplat.model.running_norm import RunningNorm
 from fedplat.rounds import Assignment, AttemptKey, Change, JobState, Verdict, commands, privacy_rules, states
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
@@ -42,7 +43,7 @@ from fedplat_server.training.server_training import ServerTraining
 from fedplat_server.workers.client import WorkerPool
 from fedplat_server.workers.task_inputs import AttemptInputs
 
-Validate = Callable[[Path, RunningNorm | None], float | Verdict | None]
+Validate = Callable[[FilePart, RunningNorm | None], float | Verdict | None]
 """A function that returns the norm of the update in a file, or its refusal. None: it is masked, and has no norm.
 
 It also gets what has measured the file while it arrived, if anything has (`ServerHalf.running_norm`)."""
@@ -101,7 +102,9 @@ class ServerHalf:
     async def validator(self, job: JobState, assignment: Assignment, base: Path) -> Validate:
         """Return the function that validates the file of an update; `base` is that of the job's latest version."""
         codec = job.spec.compression.uplink
-        return lambda update, running: report_validation.validate_file(update, base, codec, running)
+        return lambda part, running: report_validation.validate_file(
+            part.path, base, codec, running, part.start, part.size_bytes
+        )
 
     async def running_norm(self, job: JobState) -> RunningNorm | None:
         """Return what measures an update of a job while it arrives, so that its report need not read it again."""

@@ -111,7 +111,7 @@ class SecureHalf(StepsHalf[fleet_pb2.SecureMessage]):
     @override
     async def validator(self, job: JobState, assignment: Assignment, base: Path) -> Validate:
         setup = await self._secure.setup(job, assignment.key)
-        return lambda update, _: report_validation.validate_masked(update, setup)
+        return lambda part, _: report_validation.validate_masked(part.path, setup)
 
     @override
     async def running_norm(self, job: JobState) -> None:

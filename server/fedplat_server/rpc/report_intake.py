@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import hashlib
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Generator
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 from fedplat import durable
 from fedplat.aggregate import Rule
@@ -32,16 +34,24 @@ from fedplat_server.rpc.client_access import AssignmentFinder
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.spool import Spool
 
+QUICK_UPLOAD_S = 1.0
+"""The time after which the upload of an update of middle size is noted as such."""
+MUCH_TIME_S = 30.0
+"""The least time to the deadline of an assignment whose upload is not noted at once."""
 MAX_RULES = 256
 """Jobs whose rules are kept in memory."""
 
 
 class ReceivedUpdate(NamedTuple):
-    """An update that is complete and valid, and durable unless it has a `content` that must become a row."""
+    """An update that is complete and valid, and durable unless it has a `content` that must become a row, or is open.
+
+    `is_open`: its record must be stored.
+    """
 
     size_bytes: int
     norm: float | None
     content: bytes | None = None
+    is_open: bool = False
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
@@ -59,6 +69,7 @@ class ReportIntake:
 
     def __post_init__(self) -> None:
         self._rules: OrderedDict[str, tuple[JobSpec, Rule]] = OrderedDict()  # by job
+        self._receiving: WeakValueDictionary[AssignmentId, asyncio.Lock] = WeakValueDictionary()
 
     async def receive_upload(
         self, assignment: Assignment, header: fleet_pb2.UploadHeader, messages: AsyncIterator[streams.UploadMessage]
@@ -73,9 +84,6 @@ class ReportIntake:
             await self._reject(assignment, refusal)
             raise errors.RefusedError(errors.Code.STALE_ASSIGNMENT, refusal.text)
         limit = await self._check_size(assignment, header.size_bytes)
-        started = await self.runner.submit(events.UploadStarted(*assignment.id))
-        if not started.accepted:
-            raise errors.RefusedError(errors.Code.STALE_ASSIGNMENT, started.text or started.reason or "")
         norm = await half.running_norm(job)
         size_bytes = min(max(header.size_bytes - header.offset, 0), streams.UPLOAD_BYTES)
         size_bytes += norm.memory_bytes if norm is not None else 0
@@ -85,10 +93,32 @@ class ReportIntake:
                 await self._count_bytes(assignment, limit, len(part.data))
                 yield part.data
 
-        async with self.memory.uploads.share(size_bytes):
+        async with self._note_upload(assignment, header.size_bytes), self.memory.uploads.share(size_bytes):
             is_busy = functools.partial(self._is_busy, assignment)
             open_upload = functools.partial(self.spool.open, assignment.id, norm=norm)
             return await streams.receive(open_upload, header, contents(), is_busy)
+
+    @contextlib.asynccontextmanager
+    async def _note_upload(self, assignment: Assignment, size_bytes: int) -> AsyncGenerator[None]:
+        """Let the state of an assignment be UPLOADING, which gives its client more time.
+
+        That is a transaction. For an update of middle size, whose client has much time left, it is only made if the
+        upload takes long. Raises `RefusedError` if the assignment has ended.
+        """
+        event = events.UploadStarted(*assignment.id)
+        has_time, segments = assignment.deadline_at - self.runner.now > MUCH_TIME_S, self.spool.segments
+        is_record = segments is not None and segments.stores_record(assignment.id, size_bytes)
+        if has_time and is_record and self._is_busy(assignment):
+            timer = asyncio.get_running_loop().call_later(QUICK_UPLOAD_S, self.runner.post, event)
+            try:
+                yield
+            finally:
+                timer.cancel()
+        else:
+            started = await self.runner.submit(event)
+            if not started.accepted:
+                raise errors.RefusedError(errors.Code.STALE_ASSIGNMENT, started.text or started.reason or "")
+            yield
 
     async def count_received(self, assignment: Assignment, name: str) -> int:
         """Return the number of bytes of an upload that were received, where it resumes; see `Spool.open`."""
@@ -116,7 +146,7 @@ class ReportIntake:
             if isinstance(received, Verdict):
                 return await self._reject(assignment, received)
             if received is not None:
-                update_bytes, norm, content = received
+                update_bytes, norm, content, _ = received
         reported = events.UpdateReported(
             *assignment.id, request.digest, request.num_examples, dict(request.metrics), update_bytes, norm
         )
@@ -148,16 +178,12 @@ class ReportIntake:
         if request.update:
             await self._count_bytes(assignment, await self._size_limit(assignment), len(request.update))
         job = self.finder.job_of(assignment)
+        # One report of an assignment after the other: the first may free the memory that the next would read.
+        lock = self._receiving.setdefault(assignment.id, asyncio.Lock())
         try:
-            async with self.blobs.local(job.latest.digest) as (base,):
+            async with lock, self.blobs.local(job.latest.digest) as (base,):
                 validate = await self._half_of(assignment).validator(job, assignment, base)
-                # One thread call for all steps: for a small update, switching threads costs more than the work.
-                return await finish(
-                    self.spool.run_in_thread(
-                        assignment.id, receive_update, self.spool, assignment.id, request, validate
-                    ),
-                    _note_refused,
-                )
+                return await finish(self._make_durable(assignment.id, request, validate), _note_refused)
         except asyncio.CancelledError:  # the caller is gone; its next process may send another update
             self.spool.unseal(assignment.id, request.digest)
             raise
@@ -174,6 +200,20 @@ class ReportIntake:
             if self._is_busy(assignment):
                 raise
             return None
+
+    async def _make_durable(
+        self, key: AssignmentId, request: fleet_pb2.ReportRequest, validate: Validate
+    ) -> ReceivedUpdate | Verdict:
+        # One thread call for all steps: for a small update, switching threads costs more than the work.
+        received = await self.spool.run_in_thread(key, receive_update, self.spool, key, request, validate)
+        if isinstance(received, ReceivedUpdate) and received.is_open:
+            try:
+                with _translate_errors(key):
+                    await self.spool.store(key, request.digest)
+            except BaseException:
+                self.spool.unseal(key, request.digest)
+                raise
+        return received
 
     def _is_busy(self, assignment: Assignment) -> bool:
         """Return whether the client of an assignment is still working on it."""
@@ -252,8 +292,8 @@ def receive_update(
             _write(spool, key, digest, update)
         except errors.UploadError as exc:  # a duplicate report, or a broken upload, is still writing
             raise errors.RefusedError(errors.Code.UPLOAD_INCOMPLETE, f"{exc}; report again") from exc
-    path = spool.complete(key, digest, report.upload_id)
-    if path is None:
+    part = spool.locate(key, digest, report.upload_id)
+    if part is None:
         text = "call QueryUpload for the offset to resume from"
         if report.upload_id:
             text += (
@@ -262,22 +302,30 @@ def receive_update(
         raise errors.RefusedError(errors.Code.UPLOAD_INCOMPLETE, text)
     try:
         try:
-            norm = validate(path, spool.find_norm(key, digest))
+            norm = validate(part, spool.find_norm(key, digest))
         except FileNotFoundError as exc:  # just deleted, because the assignment has ended
             raise errors.RefusedError(errors.Code.UPLOAD_INCOMPLETE, "the assignment has ended") from exc
-        if isinstance(norm, Verdict):
-            return norm
-        if (content := spool.find_row(key, digest)) is not None:  # also if an earlier report of it was not stored
-            return ReceivedUpdate(len(content), norm, content)
-        return ReceivedUpdate(_persist(spool, key, digest), norm)
+        return norm if isinstance(norm, Verdict) else _persist(spool, key, digest, norm)
     except BaseException:
         spool.unseal(key, digest)  # a restarted client trains again, and sends another update
         raise
 
 
-def _persist(spool: Spool, key: AssignmentId, digest: str) -> int:
+def _persist(spool: Spool, key: AssignmentId, digest: str, norm: float | None) -> ReceivedUpdate:
+    """Make a valid update durable, unless the database or a segment does that."""
+    if (content := spool.find_row(key, digest)) is not None:  # also if an earlier report of it was not stored
+        return ReceivedUpdate(len(content), norm, content)
+    if (record := spool.find_open(key, digest)) is not None:
+        return ReceivedUpdate(record.received, norm, is_open=True)
+    with _translate_errors(key):
+        return ReceivedUpdate(spool.persist(key, digest), norm)
+
+
+@contextlib.contextmanager
+def _translate_errors(key: AssignmentId) -> Generator[None]:
+    """Translate the errors of an update that is not durable to those of its report."""
     try:
-        return spool.persist(key, digest)
+        yield
     except errors.UploadError as exc:
         raise errors.RefusedError(errors.Code.UPLOAD_INCOMPLETE, str(exc)) from exc
     except (errors.BlobFullError, errors.BlobUnavailableError, errors.SpoolError):
@@ -290,7 +338,7 @@ def _persist(spool: Spool, key: AssignmentId, digest: str) -> int:
 
 
 def _write(spool: Spool, key: AssignmentId, digest: str, update: bytes) -> None:
-    if spool.complete(key, digest) is None and not spool.hold_row(key, digest, update):
+    if spool.locate(key, digest) is None and not spool.hold_row(key, digest, update):
         received = spool.count_received(key, digest)  # an interrupted upload may have stored the first bytes
         upload = spool.open(key, digest, len(update), received)
         try:

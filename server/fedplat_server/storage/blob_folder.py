@@ -199,6 +199,8 @@ TEMPORARY = ".tmp"
 INCOMING = "incoming-"
 """The beginning of the name of a temporary file of the module `tempfile`."""
 _TEMPORARY_NAME = re.compile(f"([0-9a-f]{{32}}|{INCOMING}[a-z0-9_]{{8}}){re.escape(TEMPORARY)}")
+MAX_SINGLE = 2
+"""Folders of the first level that are made one by one: a store with few blobs needs no more."""
 ERASED_BYTES = 1 << 20
 """The number of bytes at the beginning of a file that are overwritten before it is removed."""
 
@@ -225,6 +227,7 @@ class BlobFolder(BlobBackend):
         self._rename_duration = instruments.blob_duration.labels("rename", "folder")
         self._delete_duration = instruments.blob_duration.labels("delete", "folder")
         self._synced: set[Path] = set()
+        self._num_made = 0
         self._copies: set[str] = set()  # those that were not synced
 
     @override
@@ -299,10 +302,22 @@ class BlobFolder(BlobBackend):
         self._copies.discard(digest)
 
     def _make_folder(self, folder: Path) -> None:
+        """Create the folder of a blob durably, and the one above it."""
+        if folder.parent not in self._synced:
+            self._make_above(folder.parent)
         folder.mkdir(parents=True, exist_ok=True)
-        durable.sync(self._folder)
         durable.sync(folder.parent)
         self._synced.add(folder)
+
+    def _make_above(self, folder: Path) -> None:
+        """Create a folder of the first level durably; after a few, all of them: then no blob needs this sync again."""
+        self._num_made += 1
+        numbers = range(256) if self._num_made > MAX_SINGLE else ()
+        folders = {folder, *(self._folder / f"{number:02x}" for number in numbers)}
+        for each in folders:
+            each.mkdir(parents=True, exist_ok=True)
+        durable.sync(self._folder)
+        self._synced |= folders
 
     @override
     def put_copy(self, content: bytes, digest: str, unsettled: UnsettledBlobs) -> None:

@@ -121,6 +121,25 @@ def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
 _sync_file_range = _find_sync_file_range()
 
 
+def free(descriptor: int, size_bytes: int) -> bool:
+    """Free the first bytes of a file, which are zeros then; return False if the file system cannot. Its size stays.
+
+    Unlike a file that is made shorter, it does not end a process that has mapped it.
+    """
+    return _fallocate is not None and _fallocate(descriptor, _PUNCH_HOLE_KEEP_SIZE, 0, size_bytes) == 0
+
+
+def _find_fallocate() -> Callable[[int, int, int, int], int] | None:
+    function = getattr(ctypes.CDLL(None), "fallocate", None)
+    if function is not None:
+        function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    return function
+
+
+_PUNCH_HOLE_KEEP_SIZE = 3  # <linux/falloc.h>
+_fallocate = _find_fallocate()
+
+
 SET_ASIDE_FOLDER = "set-aside"
 BEGINNING_BYTES = 1 << 16
 """The part of a file by which it is recognized."""

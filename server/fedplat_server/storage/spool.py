@@ -23,8 +23,10 @@ gets what it lacks from the store. Uploads without a report are in the folder al
 
 A small update that comes inside its report has no file: it is in memory, and becomes a row of the database in the
 transaction that accepts the report (`hold_row`, `database.sql_contents`). A start gets it from there (`restore_rows`).
+One of middle size has no file either: it is received into a segment that many share, and becomes durable with others
+(`store`, `segments`). There it is also read (`locate`). Only if it is uploaded again does it get a file.
 
-`on_stored`, `close` and `run_in_thread` run on the event loop; all other methods block, and threads call them,
+`on_stored`, `store`, `close` and `run_in_thread` run on the event loop; all other methods block, and threads call them,
 several at once. No lock is held while the backend works, which may take long.
 """
 
@@ -35,7 +37,6 @@ import contextvars
 import functools
 import hashlib
 import resource
-import shutil
 import threading
 import uuid
 from collections import Counter, deque
@@ -44,12 +45,14 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from fedplat import durable
+from fedplat.model.file import FilePart
 from fedplat.model.running_norm import RunningNorm
-from fedplat.rounds import AssignmentId, AttemptKey, Change
+from fedplat.rounds import AssignmentId, Change
 from fedplat.rounds.closing import needs_update
 from fedplat_server import crash_points, logs
 from fedplat_server.errors import BlobError, UploadError
 from fedplat_server.storage import files
+from fedplat_server.storage.segments import RecordFile, Segments
 from fedplat_server.storage.spool_backend import FolderBackend, SpoolBackend
 from fedplat_server.storage.spool_file import (
     CAN_KEEP_IN_MEMORY,
@@ -63,11 +66,13 @@ from fedplat_server.storage.spool_file import (
     resume_upload,
     spool_path_of,
 )
+from fedplat_server.storage.update_files import UpdateFiles
 
 PREFETCH_THREADS = 4
 MAX_ROWS = 2000
 """Maximum number of updates that are in memory because they are rows; and a quarter of the open files that the process
 may have, since each is one. Others get files."""
+MAX_HANDED_BYTES = 64 * 2**20  # of records that also get files when the server stops, which delays its end
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -75,25 +80,27 @@ _T = TypeVar("_T")
 class Spool:
     """The updates of all jobs, in a folder that is created if it does not exist. Its default `backend` is the folder.
 
-    Updates of jobs for which `in_memory(job_id)` returns True are in memory.
+    Updates of jobs for which `in_memory(job_id)` returns True are in memory. Without `segments` there are no records.
     """
 
     def __init__(
-        self, folder: Path, in_memory: Callable[[str], bool] = lambda _: False, backend: SpoolBackend | None = None
+        self,
+        folder: Path,
+        in_memory: Callable[[str], bool] = lambda _: False,
+        backend: SpoolBackend | None = None,
+        segments: Segments | None = None,
     ) -> None:
         self.folder = folder
         self.stores_row: Callable[[AssignmentId, int], bool] = lambda key, size_bytes: False
         """Whether the server stores an update of a size as a row. Not if other processes read it, by its path."""
         self._in_memory = in_memory
         self._backend = backend or FolderBackend()
-        self._lock = threading.Lock()  # taken before the lock of a file, never after
-        self._needed: dict[AttemptKey, set[str]] = {}  # client ids; after `keep`, changed on the event loop only
-        self._files: dict[AssignmentId, SpoolFile] = {}
-        self._writers: dict[SpoolFile, OpenUpload] = {}
+        self._updates = UpdateFiles(folder)
+        self._lock = self._updates.lock
         self._fetching: dict[AssignmentId, threading.Lock] = {}  # taken before all other locks
         self._to_fetch: deque[tuple[AssignmentId, str]] = deque()
-        self._leftovers: dict[str, list[Path]] = {}  # files of an earlier process, by `name_update`
         self._rows: dict[AssignmentId, RowFile] = {}
+        self.segments = segments
         num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._max_rows = MAX_ROWS if num_files == resource.RLIM_INFINITY else min(MAX_ROWS, num_files // 4)
         self._deletions: set[asyncio.Task[None]] = set()
@@ -103,7 +110,7 @@ class Spool:
     def expect(self, needed: Iterable[AssignmentId]) -> None:
         """Start to accept uploads for these assignments."""
         for each in needed:
-            self._needed.setdefault(each.attempt, set()).add(each.client_id)
+            self._updates.expect(each)
 
     def on_stored(self, changes: Iterable[Change]) -> None:
         """Expect the updates that stored changes make necessary; delete those that they make obsolete."""
@@ -114,7 +121,7 @@ class Spool:
             for each in (*change.assignments, *ended):
                 if needs_update(change.job, each):
                     self.expect([each.id])
-                elif self._forget(each.id):
+                elif self._updates.forget(each.id):
                     obsolete.append(each.id)
         if obsolete:
             task = asyncio.create_task(self._delete_in_background(obsolete), name="delete updates")
@@ -136,9 +143,11 @@ class Spool:
             files.clear_set_aside(self.folder, names, known, files.is_digest)
             for name, updates in names.items():
                 if (self.folder / name).is_dir():
-                    self._keep_files(self.folder / name, updates)
+                    self._updates.keep(self.folder / name, updates)
             if names:
                 durable.sync(self.folder)  # an earlier process may have been killed before it had synced a new folder
+        if self.segments is not None:
+            self.segments.keep(needed, known)
         copies = self._backend.keep(needed, known)
         if (threads := self._backend.threads) is not None:
             num_copies = Counter(key for key, _ in copies)  # of two, only a report or the aggregation knows which
@@ -150,12 +159,16 @@ class Spool:
     def expire(self) -> None:
         """Remove the updates that were set aside long enough ago."""
         files.expire_set_aside(self.folder)
+        if self.segments is not None:
+            self.segments.expire()
         self._backend.expire()
 
     async def close(self) -> None:
         """Wait for pending deletions."""
         self._to_fetch.clear()
         await asyncio.gather(*self._deletions, return_exceptions=True)
+        if self.segments is not None:
+            await self.segments.close()
         self._backend.close()
 
     async def run_in_thread(
@@ -187,9 +200,9 @@ class Spool:
         """
         if not files.names_update(name):
             raise UploadError(f"{name[:100]!r} is not a digest: expected 64 lowercase hexadecimal digits")
-        file = self._find(key, name) or self._replace(key, name)
+        file = self._find(key, name) or self._replace(key, name, size_bytes)
         with files.translate_os_errors("opening an upload", "updates"):
-            return resume_upload(file, size_bytes, offset, self._writers, norm)
+            return resume_upload(file, size_bytes, offset, self._updates.writers, norm)
 
     def complete(self, key: AssignmentId, digest: str, upload_id: str = "") -> Path | None:
         """Seal and return the file if it is complete, else return None. A sealed file does not change until deleted.
@@ -216,7 +229,7 @@ class Spool:
         with self._lock, file.lock, files.translate_os_errors("naming an upload", "updates"):
             if file.gone or file.digest or not file.received:  # an upload that never began has no file
                 return
-            if (writer := self._writers.get(file)) is not None:
+            if (writer := self._updates.writers.get(file)) is not None:
                 writer.fence()
             if file.has_digest(digest):
                 with crash_points.step("upload.name"):
@@ -236,20 +249,22 @@ class Spool:
             if file.gone or not file.is_complete():
                 return None
             if seal:
-                if (writer := self._writers.get(file)) is not None:
+                if (writer := self._updates.writers.get(file)) is not None:
                     writer.fence()
                 file.sealed = True
             return file.path
 
     def find_norm(self, key: AssignmentId, digest: str) -> RunningNorm | None:
         """Return what has measured a sealed update while it arrived, if anything has."""
-        file = self._find(key, digest)
-        return file.norm if file is not None else None
+        with self._lock:
+            file = self._updates.files.get(key)
+        return file.norm if file is not None and file.is_named(digest) else None
 
     def unseal(self, key: AssignmentId, digest: str) -> None:
         """Let another upload replace an update whose report was not accepted."""
-        file = self._find(key, digest)
-        if file is not None:
+        with self._lock:
+            file = self._updates.files.get(key)
+        if file is not None and file.is_named(digest):
             with file.lock:
                 file.sealed = False
 
@@ -261,6 +276,8 @@ class Spool:
         Raises `UploadError` if the update is missing, `BlobFullError`, `BlobUnavailableError` or `BlobError` if it
         cannot be stored, and `SpoolError` if the attempt's folder cannot be trusted.
         """
+        if (record := self._find_record(key, digest)) is not None:
+            return record.size_bytes or 0
         file = self._find(key, digest)
         if file is None:
             raise UploadError("the update is missing; resume at 0")
@@ -268,7 +285,7 @@ class Spool:
             with file.lock, files.translate_os_errors("syncing an update", "updates"):
                 if file.gone:
                     raise UploadError("the update is missing; resume at 0")
-                if isinstance(file, RowFile):  # only the caller that has its bytes can make it durable
+                if isinstance(file, RowFile | RecordFile):  # only a transaction, or `store`, makes it durable
                     raise UploadError("the update was replaced meanwhile; report it again")
                 if file.durable:
                     return file.received
@@ -280,10 +297,41 @@ class Spool:
             try:
                 self._backend.make_durable(key, digest, file.path)
             finally:
-                if not self._is_needed(key):  # it ended meanwhile: the deletion may have been faster than the copy
+                if not self._updates.is_needed(key):  # its deletion may have been faster than the copy
                     self._backend.delete([key])
         file.durable = True
         return file.received
+
+    def find_open(self, key: AssignmentId, digest: str) -> RecordFile | None:
+        """Return the record of an update that must be stored before it is acknowledged; None if it is durable."""
+        with self._lock:
+            file = self._updates.files.get(key)
+            return file if isinstance(file, RecordFile) and file.digest == digest else None
+
+    async def store(self, key: AssignmentId, digest: str) -> None:
+        """Make the update of a record durable, with all that wait for the same.
+
+        Raises `UploadError` if it was removed. After `BlobFullError` or `BlobError` it must be sent again.
+        """
+        file = self._updates.files.get(key)
+        if self.segments is None or not isinstance(file, RecordFile) or file.digest != digest:
+            raise UploadError("the update was replaced meanwhile; report it again")
+        await self.segments.store(key, file, functools.partial(self._drop, key, file))
+        if not self._updates.is_needed(key):  # it ended meanwhile: the deletion may have been faster than the sync
+            await asyncio.to_thread(self.segments.release, [key])
+
+    def _drop(self, key: AssignmentId, file: RecordFile) -> None:
+        with self._lock:
+            if self._updates.files.get(key) is file:
+                self._remove(key)
+
+    def locate(self, key: AssignmentId, digest: str, upload_id: str = "") -> FilePart | None:
+        """Return where the bytes of a complete update are, sealed as by `complete`; None if it is missing."""
+        part = self._find_record(key, digest)
+        if part is None and (path := self.complete(key, digest, upload_id)) is not None:
+            record = self.find_open(key, digest)
+            part = record.part if record is not None else FilePart(path.absolute())
+        return part
 
     def discard(self, key: AssignmentId) -> None:
         """Delete an update, which may be sent again, or was folded and is only in memory."""
@@ -302,7 +350,7 @@ class Spool:
         if not (self._backend.takes_rows and self.stores_row(key, len(content))):
             return False
         with self._lock, files.translate_os_errors("opening an upload", "updates"):
-            earlier = self._find_earlier(key, digest)
+            earlier = self._updates.find_earlier(key, digest)
             if isinstance(earlier, RowFile) and earlier.digest == digest:
                 return True
             if earlier is not None and earlier.sealed:
@@ -311,7 +359,7 @@ class Spool:
                 return False
             row = RowFile(digest, content)
             self._remove(key)
-            self._files[key] = self._rows[key] = row
+            self._updates.files[key] = self._rows[key] = row
             return True
 
     def find_row(self, key: AssignmentId, digest: str) -> bytes | None:
@@ -329,42 +377,32 @@ class Spool:
             with self._lock, files.translate_os_errors("restoring an update", "updates"):
                 self._remove(key)  # a file is at most a copy
                 if self._has_room():
-                    self._files[key] = self._rows[key] = RowFile(digest, content)
+                    self._updates.files[key] = self._rows[key] = RowFile(digest, content)
                 else:
-                    self._files[key] = self._write_file(key, digest, content)
-                    self._files[key].durable = True
+                    self._updates.files[key] = self._updates.write(key, digest, content)
+                    self._updates.files[key].durable = True
 
     def hand_over(self) -> None:
-        """Write the updates of rows to files, too, for a daemon of a release that does not know the rows. Blocks."""
+        """Write the updates of rows, and records if they are few, to files, too, for a daemon of an older release."""
         with self._lock:
-            held = {key: file for key, file in self._rows.items() if self._is_needed(key)}
-        for key, row in held.items():
-            with files.translate_os_errors("handing an update over", "updates"):
-                with self._lock:
-                    file = self._write_file(key, row.digest, row.content)
-                durable.sync(file.path)
-                self._backend.make_durable(key, row.digest, file.path)
+            rows = {key: file for key, file in self._rows.items() if self._updates.is_needed(key)}
+        for key, row in rows.items():
+            self._hand_over(key, row.digest, row.content)
+        records = self.segments.list_records() if self.segments is not None else {}
+        if sum(part.size_bytes or 0 for _, part in records.values()) <= MAX_HANDED_BYTES:
+            for key, (digest, part) in records.items():
+                if self._updates.is_needed(key):
+                    self._hand_over(key, digest, part)
+
+    def _hand_over(self, key: AssignmentId, digest: str, content: bytes | FilePart) -> None:
+        with files.translate_os_errors("handing an update over", "updates"):
+            with self._lock:
+                file = self._updates.write(key, digest, content if isinstance(content, bytes) else content.read())
+            durable.sync(file.path)
+            self._backend.make_durable(key, digest, file.path)
 
     def _has_room(self) -> bool:
         return CAN_KEEP_IN_MEMORY and len(self._rows) < self._max_rows
-
-    def _write_file(self, key: AssignmentId, digest: str, content: bytes) -> SpoolFile:
-        """Write a complete update. The caller holds the lock."""
-        self._make_folder(key.attempt)
-        path = spool_path_of(self.folder, key, digest)
-        path.write_bytes(content)
-        path.chmod(0o600)
-        return SpoolFile(path, digest)
-
-    def _forget(self, key: AssignmentId) -> bool:
-        """Stop expecting an update; return whether it was expected."""
-        clients = self._needed.get(key.attempt, set())
-        if key.client_id not in clients:
-            return False
-        clients.remove(key.client_id)
-        if not clients:
-            del self._needed[key.attempt]
-        return True
 
     async def _delete_in_background(self, obsolete: Sequence[AssignmentId]) -> None:
         try:
@@ -378,38 +416,18 @@ class Spool:
         """Delete updates, and the folders of attempts that need no updates."""
         for key in obsolete:
             self.discard(key)
+        if self.segments is not None:
+            self.segments.release(obsolete)
         for attempt in dict.fromkeys(key.attempt for key in obsolete):
             with self._lock, files.translate_os_errors("deleting the folder of an attempt", "updates"):
-                if attempt not in self._needed:
-                    self._remove_folder(attempt)
+                if not self._updates.has_needed(attempt):
+                    self._backend.forget(attempt)
+                    self._updates.remove_folder(attempt)
 
     def _remove(self, key: AssignmentId) -> None:
         self._fetching.pop(key, None)
         self._rows.pop(key, None)
-        for path in self._leftovers.pop(name_update(key), []):
-            path.unlink(missing_ok=True)
-        file = self._files.pop(key, None)
-        if file is not None:
-            with file.lock:
-                if (writer := self._writers.get(file)) is not None:
-                    writer.fence()
-                file.remove()
-                file.gone = True
-
-    def _remove_folder(self, attempt: AttemptKey) -> None:
-        folder = self.folder / name_attempt(attempt)
-        self._backend.forget(attempt)
-        if folder.exists():
-            with crash_points.step("spool.discard"):
-                shutil.rmtree(folder)
-
-    def _keep_files(self, folder: Path, names: set[str]) -> None:
-        for path in folder.iterdir():
-            name = path.name.partition("-")[0]
-            if name in names:
-                self._leftovers.setdefault(name, []).append(path)
-            else:
-                path.unlink()
+        self._updates.remove(key)
 
     def _fetch(self, key: AssignmentId, digest: str) -> None:
         """Get an update from the backend, which the folder never had, or has lost or damaged."""
@@ -425,19 +443,12 @@ class Spool:
                 if found != digest:
                     raise BlobError(f"the copy of an update has the digest {found}; expected {digest}")
                 with self._lock:
-                    self._adopt(key, digest, temporary)
+                    earlier = self._updates.files.get(key)
+                    if self._updates.is_needed(key) and (earlier is None or not earlier.sealed):
+                        self._remove(key)  # a part of an upload that began again, or another one never reported
+                        self._updates.adopt(key, digest, temporary)
             finally:
                 temporary.unlink(missing_ok=True)
-
-    def _adopt(self, key: AssignmentId, digest: str, path: Path) -> None:
-        """Move a fetched update into the folder. The caller holds the lock."""
-        earlier = self._files.get(key)
-        if not self._is_needed(key) or (earlier is not None and earlier.sealed):
-            return
-        self._remove(key)  # a part of an upload that began again, or another update that was never reported
-        self._make_folder(key.attempt)
-        file = self._files[key] = SpoolFile(path.rename(spool_path_of(self.folder, key, digest)), digest)
-        file.durable = True
 
     def _prefetch(self) -> None:
         """Fetch the updates that the start has found, one by one."""
@@ -449,52 +460,38 @@ class Spool:
         except BlobError as exc:  # they are fetched when they are needed
             logs.get().warning("updates were not fetched yet", updates=len(self._to_fetch) + 1, error=str(exc))
 
-    def _is_needed(self, key: AssignmentId) -> bool:
-        return key.client_id in self._needed.get(key.attempt, ())
+    def _find_record(self, key: AssignmentId, digest: str) -> FilePart | None:
+        return self.segments.find(key, digest) if self.segments is not None else None
 
     def _find(self, key: AssignmentId, name: str) -> SpoolFile | None:
         with self._lock:
-            file = self._files.get(key)
+            file = self._updates.files.get(key)
+            if file is not None and file.gone:  # the sync of its segment failed
+                self._remove(key)
+                file = None
             if file is None and files.names_update(name):
                 path = spool_path_of(self.folder, key, name)
-                if path.exists():
-                    file = self._files[key] = SpoolFile(path, name)
+                part = self._find_record(key, name)
+                if part is not None:  # its report is repeated; a file is at most a copy
+                    with files.translate_os_errors("reading an update", "updates"):
+                        file = self._updates.files[key] = self._updates.write(key, name, part.read())
+                    file.durable = True
+                elif path.exists():
+                    file = self._updates.files[key] = SpoolFile(path, name)
             return file if file is not None and file.is_named(name) else None
 
-    def _find_earlier(self, key: AssignmentId, name: str) -> SpoolFile | None:
-        """Return what an assignment has, which an update of this name may replace. The caller holds the lock.
-
-        Raises `UploadError` if the assignment has ended, or if an update with another name was sealed for it.
-        """
-        if not self._is_needed(key):
-            raise UploadError("the assignment has ended")
-        earlier = self._files.get(key)
-        if earlier is not None and earlier.sealed and not earlier.is_named(name):
-            raise UploadError(f"the update {earlier.digest} was reported for this assignment already")
-        return earlier
-
-    def _replace(self, key: AssignmentId, name: str) -> SpoolFile:
+    def _replace(self, key: AssignmentId, name: str, size_bytes: int) -> SpoolFile:
         with self._lock, files.translate_os_errors("opening an upload", "updates"):
-            earlier = self._find_earlier(key, name)
+            earlier = self._updates.find_earlier(key, name)
             if earlier is not None and earlier.is_named(name):
                 return earlier  # a concurrent call has just created it
             self._remove(key)
             if self._in_memory(key.attempt.job_id):
                 file = MemoryFile(name)
+            elif self.segments is not None and (record := self.segments.open(key, name, size_bytes)) is not None:
+                file = record
             else:
-                self._make_folder(key.attempt)
+                self._updates.make_folder(key.attempt)
                 file = SpoolFile(spool_path_of(self.folder, key, name), name)
-            self._files[key] = file
+            self._updates.files[key] = file
             return file
-
-    def _make_folder(self, attempt: AttemptKey) -> None:
-        folder = self.folder / name_attempt(attempt)
-        if folder.exists():
-            return
-        with crash_points.step("spool.new_folder"):
-            folder.mkdir()
-            try:
-                durable.sync(self.folder)
-            except BaseException:
-                folder.rmdir()
-                raise

@@ -74,6 +74,10 @@ class SpoolFile:
                         self.norm.update(part)
         self._loaded = True
 
+    def open_writer(self) -> int:
+        """Return a new descriptor for `append`. Raises `OSError`."""
+        return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
     def append(self, descriptor: int, data: durable.Bytes) -> None:
         """Append the data completely, or leave the file unchanged."""
         try:
@@ -179,7 +183,7 @@ class OpenUpload:
         self._size_bytes = size_bytes
         self._received = file.received
         self._writers = writers
-        self._descriptor = os.open(file.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._descriptor = file.open_writer()
 
     @property
     def received(self) -> int:

@@ -5,6 +5,7 @@ They block: run them in a thread.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import re
@@ -21,7 +22,16 @@ from fedplat.rounds.invariants import attempts, records
 from fedplat.rounds.states import AssignmentState
 from fedplat.wire import digests
 from fedplat_server.errors import BlobError
-from fedplat_server.storage import blob_objects, blob_stores, files, object_store, ownership, spool_backend, spool_file
+from fedplat_server.storage import (
+    blob_objects,
+    blob_stores,
+    files,
+    object_store,
+    ownership,
+    segments,
+    spool_backend,
+    spool_file,
+)
 from fedplat_server.storage.spool_file import name_attempt, name_update, spool_path_of
 from fedplat_server.verify.checks import Finding, Unit
 
@@ -237,25 +247,65 @@ def open_place(data_dir: Path, spool: str) -> SpoolPlace:
 
 
 class SpoolFolder(SpoolPlace):
-    """The folder of uploads."""
+    """The folder of uploads, and that of segments beside it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._segments = folder.with_name(segments.FOLDER)
         self._listed: Sequence[Path] = ()
+        self._listed_segments: Mapping[Path, Sequence[segments.Record]] = {}
 
     @override
     def list_updates(self) -> None:
         with files.translate_os_errors(f"listing {self._folder}"):
             self._listed = [path.relative_to(self._folder) for path in files.list_files(self._folder)]
             self._listed = [path for path in self._listed if path.parts[0] != files.SET_ASIDE_FOLDER]
+            self._listed_segments = self._read_segments()
 
     @override
     def check(self, needed: Mapping[AssignmentId, str]) -> Iterator[tuple[AssignmentId, Finding]]:
-        return check_spool(self._folder, needed)
+        with files.translate_os_errors(f"reading {self._segments}"):
+            records = [each for found in self._read_segments().values() for each in found]
+        damaged: dict[tuple[str, str], segments.Record] = {}
+        intact: set[tuple[str, str]] = set()
+        names = {(name_update(key), digest) for key, digest in needed.items()}
+        for record in records:
+            name = record.update, record.digest
+            if name in names and _is_intact(record):
+                intact.add(name)
+            elif name in names:
+                damaged[name] = record
+        rest = {key: digest for key, digest in needed.items() if (name_update(key), digest) not in intact}
+        for key, finding in check_spool(self._folder, rest):
+            record = damaged.get((name_update(key), needed[key]))
+            if record is not None:
+                found, expected = f"its update is damaged in {record.part.path}", f"bytes with the digest {needed[key]}"
+                finding = dataclasses.replace(finding, found=found, expected=expected)
+            yield key, finding
+
+    def _read_segments(self) -> Mapping[Path, Sequence[segments.Record]]:
+        """Return the records of the segments that are not empty. Raises `OSError`."""
+        found: dict[Path, Sequence[segments.Record]] = {}
+        for path in segments.list_segments(self._segments):
+            with contextlib.suppress(FileNotFoundError):  # a daemon has just removed it
+                if records := list(segments.read_records(path)):
+                    found[path] = records
+        return found
 
     @override
     def notes(self, expected: ExpectedUpdates) -> Iterator[str]:
         folder = self._folder
+        updates = {name_update(key) for key in expected.expected}
+        with files.translate_os_errors(f"reading {self._segments}"):
+            num_idle = sum(
+                path in self._listed_segments and updates.isdisjoint(each.update for each in records)
+                for path, records in self._read_segments().items()
+            )
+        if num_idle:
+            yield (
+                f"{num_idle} segments have no update of an open assignment; "
+                "they are emptied with the attempt, or removed by the next start of the daemon"
+            )
         paths = [path for path in self._listed if (folder / path).exists()]
         unknown = [path for path in paths if not _UPLOAD.fullmatch(path.as_posix())]
         names = {spool_path_of(folder, key, "").relative_to(folder).as_posix() for key in expected.expected}
@@ -266,6 +316,13 @@ class SpoolFolder(SpoolPlace):
                 "they are removed with the attempt, or by the next start of the daemon"
             )
         yield from (f"the file {path} in {folder} is not an upload" for path in unknown)
+
+
+def _is_intact(record: segments.Record) -> bool:
+    try:
+        return record.is_intact()
+    except OSError:
+        return False
 
 
 class SpoolObjects(SpoolPlace):

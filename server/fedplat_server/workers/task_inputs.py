@@ -24,11 +24,16 @@ from fedplat_server.storage.blobs import BlobStore
 
 
 class SpooledUpdate(msgspec.Struct, frozen=True):
-    """An accepted update: its file and, if the rule needs it, the file of the version that its client trained."""
+    """An accepted update: its file and, if the rule needs it, the file of the version that its client trained.
+
+    With `size_bytes`, the update is the part of its file that begins at `start`.
+    """
 
     path: str
     contribution: aggregate.Contribution
     origin_path: str = ""
+    start: int = 0
+    size_bytes: int | None = None
 
 
 class AttemptInputs(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,7 +99,8 @@ class AttemptInputs(msgspec.Struct, frozen=True, kw_only=True):
 
     def open_update(self, update: SpooledUpdate, base: ModelFile) -> Values:
         """Open an update, rebased to this attempt's base if the rule needs that."""
-        values = container.open_update(update.path, base, self.spec.compression.uplink)
+        codec = self.spec.compression.uplink
+        values = container.open_update(update.path, base, codec, update.start, update.size_bytes)
         return aggregate.rebase(values, ModelFile.open(update.origin_path), base) if update.origin_path else values
 
 

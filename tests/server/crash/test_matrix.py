@@ -6,6 +6,7 @@ chain has it. A life that does not end where it should is a failure.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,8 @@ async def check(world: World, *, kept: bool = True) -> None:
     result = await recompute.read(order.database)
     recompute.check_versions(world, result, order.data_dir)
     recompute.check_receipts(world, result, kept=kept)
-    left = [path for path in (order.data_dir / "uploads").rglob("*") if path.is_file()]
+    places = (order.data_dir / "uploads", order.data_dir / "segments")
+    left = [path for place in places for path in place.rglob("*") if path.is_file()]
     assert left == [], "updates are left that are not needed"
 
 
@@ -62,6 +64,8 @@ async def check(world: World, *, kept: bool = True) -> None:
 ENROLLING, UPLOADING = chains.of("enroll"), chains.of("model", "blob.write", "blob.fsync", "blob.new_folder")
 ROWS = ["rows.uncommitted", *chains.of("blob.copy")]
 """The points that only small updates and models reach."""
+FILES = chains.of("spool.new_folder", "spool.sync", "spool.folder_sync", "spool.discard")
+"""The points that only updates with a file of their own reach."""
 MOVING = chains.of("blob.rename", "blob.folder_sync")
 CREATING, CHECKING_IN = chains.of("create_job"), chains.of("update_client", "begin_sessions")
 DELTAS, SCORES = chains.of("commit.delta"), chains.of("metrics")
@@ -75,7 +79,7 @@ ELSEWHERE = {
     *chains.of("object"),  # in test_object_store.py: models in a folder do not reach them
     *chains.of("spool_store"),  # in test_object_spool.py: a spool in a folder does not reach them
 }
-IN_ROUNDS = [point for point in POINTS if point not in ELSEWHERE and point not in ROWS]
+IN_ROUNDS = [point for point in POINTS if point not in ELSEWHERE and point not in ROWS and point not in FILES]
 SECOND = ["blob.write.after:2", "blob.rename.before:2", "blob.rename.after:2"]
 """The first file of a version is its model, the second one the state of its rule."""
 HALVES = [slice(0, None, 2), slice(1, None, 2)]
@@ -123,6 +127,17 @@ async def test_killed_while_small_updates_and_models_become_rows(world: Chain, s
     states = ["blob.copy.before:2", "blob.copy.after:2", "rows.uncommitted:2"]
     others = ["blob.write.after", "commit.model.after", "commit.state.after", "save.after:3", "save.uncommitted:3"]
     points = ["create_job.after", *chains.draw(seed, *ROWS, *states, *others, "spool.keep.before")]
+    await chains.train(world, points, lambda rounds: scenario.job_text(rounds=rounds))
+    await check(world)
+
+
+@pytest.mark.fault("F2", "F4")
+@pytest.mark.parametrize("seed", [10])
+async def test_killed_while_updates_become_files(world: Chain, seed: int) -> None:
+    """Those of more than 1 MiB, and here all but the smallest."""
+    world.side = scenario.LARGE
+    world.order = dataclasses.replace(world.order, files_only=True)
+    points = ["create_job.after", *chains.draw(seed, *FILES, "spool.keep.before", "spool.sync.after:2")]
     await chains.train(world, points, lambda rounds: scenario.job_text(rounds=rounds))
     await check(world)
 

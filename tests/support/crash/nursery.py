@@ -32,7 +32,10 @@ class Process:
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """What is to be started: a daemon, or (`upgrade`) what brings the database to this version."""
+    """What is to be started: a daemon, or (`upgrade`) what brings the database to this version.
+
+    With `files_only`, no update is a record of a segment.
+    """
 
     data_dir: Path
     database: str
@@ -43,6 +46,7 @@ class Order:
     spool: str = ""
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     upgrade: bool = False
+    files_only: bool = False
     crash_at: str = ""
 
     def armed(self, crash_at: str) -> Order:

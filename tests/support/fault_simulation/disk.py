@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 DATABASE = "fedplat.sqlite"
+SECTOR_BYTES = 512
 
 
 class Disk:
@@ -110,8 +111,15 @@ class Disk:
         target.chmod(0o600)
 
     def _draw(self, old: bytes, new: bytes) -> bytes:
-        """The bytes of a file that was written and not synced."""
+        """The bytes of a file that was not synced since it was written. Synced sectors change if written again only."""
         kind = self._rng.choice(("old", "new", "torn", "zeros"))
         self.happened[f"bytes not synced: {kind}"] += 1
+        if kind in ("old", "new"):
+            return old if kind == "old" else new
         cut = self._rng.randrange(len(new) + 1)
-        return {"old": old, "new": new, "torn": new[:cut], "zeros": bytes(len(new))}[kind]
+        sectors = bytearray(old[: len(new)])
+        for at in range(0, len(sectors), SECTOR_BYTES):
+            if self._rng.random() < 0.5:
+                sectors[at : at + SECTOR_BYTES] = new[at : min(at + SECTOR_BYTES, len(sectors))]
+        added = new[len(sectors) :]
+        return bytes(sectors) + (added[: max(cut - len(sectors), 0)] if kind == "torn" else bytes(len(added)))

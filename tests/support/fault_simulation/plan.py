@@ -36,7 +36,8 @@ class Fault(NamedTuple):
 class Plan:
     """All that is drawn before a simulation begins.
 
-    `keeps_updates`: what was acknowledged must be merged. `side` is that of the model, which makes files or rows of it.
+    `keeps_updates`: what was acknowledged must be merged. `side` is that of the model, which makes rows of it and of
+    updates, or files; with `has_records`, larger updates become records of segments.
     """
 
     seed: int
@@ -47,10 +48,12 @@ class Plan:
     slow_threads: float
     faults: tuple[Fault, ...]
     side: int = scenario.SMALL
+    has_records: bool = True
 
     def describe(self) -> str:
         lines = [
-            f"seed {self.seed}: {self.num_servers} servers, {self.num_clients} clients, side {self.side}",
+            f"seed {self.seed}: {self.num_servers} servers, {self.num_clients} clients, side {self.side}, "
+            f"records {self.has_records}",
             f"job: {' '.join(self.text.split())}",
         ]
         return "\n".join([*lines, *(f"fault: {each}" for each in self.faults)])
@@ -63,7 +66,8 @@ def draw(seed: int) -> Plan:
     num_servers = 2 if rng.random() < 0.35 else 1
     faults = tuple(sorted(_draw_fault(rng, num_servers) for _ in range(rng.randint(3, 10))))
     slow_threads, side = rng.choice((0.0, 0.01, 0.05)), rng.choice((scenario.SMALL, scenario.LARGE))
-    return Plan(seed, text, num_clients, num_servers, keeps, slow_threads, faults, side)
+    has_records = rng.random() < 0.5
+    return Plan(seed, text, num_clients, num_servers, keeps, slow_threads, faults, side, has_records)
 
 
 def _draw_job(rng: random.Random) -> tuple[str, int, bool]:

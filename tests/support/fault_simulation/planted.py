@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 from fedplat import durable
+from fedplat.rounds import AssignmentId
 from fedplat_server.database.sql_contents import ContentStore
 from fedplat_server.database.sql_jobs import JobStore
 from fedplat_server.database.transactions import Database
-from fedplat_server.storage import blob_folder, blobs, spool, spool_file
+from fedplat_server.storage import blob_folder, blobs, segments, spool, spool_file
 
 LATE_S = 0.3
 """How much later a step comes that should come first."""
@@ -64,6 +65,38 @@ def _acknowledge_before_the_update_is_synced() -> None:
         _later(lambda: durable.sync(path) if path.exists() else None)
 
     spool_file.durable = cast(Any, SimpleNamespace(sync=sync_later, write_all=durable.write_all, Bytes=durable.Bytes))
+
+
+def _acknowledge_before_the_segment_is_synced() -> None:
+    """The records of a segment are synced a moment after their reports were accepted."""
+
+    def sync_later(descriptor: int) -> None:
+        copy = os.dup(descriptor)
+
+        def sync() -> None:
+            os.fsync(copy)
+            os.close(copy)
+
+        asyncio.get_running_loop().call_later(LATE_S, sync)
+
+    segments.os = cast(Any, SimpleNamespace(**{**vars(os), "fdatasync": sync_later}))
+
+
+def _forget_the_records() -> None:
+    """The start does not look for updates in segments, and removes these."""
+    segments.read_records = lambda path: iter(())
+
+
+def _empty_a_segment_too_early() -> None:
+    """A segment is emptied as soon as one of its assignments has ended."""
+    release = segments.Segments.release
+
+    def release_all(self: segments.Segments, keys: Iterable[AssignmentId]) -> None:
+        for segment in self._segments.values():  # pyright: ignore[reportPrivateUsage]
+            segment.live.clear()
+        release(self, keys)
+
+    segments.Segments.release = release_all
 
 
 def _acknowledge_before_the_transaction() -> None:
@@ -141,6 +174,9 @@ BUGS: dict[str, Callable[[], None]] = {
     "folders-not-synced": _make_folders_without_a_sync,
     "copies-trusted": _trust_the_copies_of_rows,
     "rows-forgotten": _forget_the_updates_in_rows,
+    "records-acknowledged-before-the-sync": _acknowledge_before_the_segment_is_synced,
+    "records-forgotten": _forget_the_records,
+    "segment-emptied-too-early": _empty_a_segment_too_early,
 }
 
 

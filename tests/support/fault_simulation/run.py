@@ -9,6 +9,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from fedplat_server.storage import segments
 from fedplat_server.verify.inspection import verify
 from support import databases
 from support.crash import recompute
@@ -25,6 +26,8 @@ def run(seed: int, folder: Path) -> dict[str, Any]:
     data_dir = folder / "data"
     data_dir.mkdir()
     databases.create_sqlite(data_dir / "fedplat.sqlite")
+    if not plan.has_records:
+        segments.MAX_BYTES = 0
     world = World(plan, data_dir)
     try:
         with simulated(world):
@@ -51,7 +54,8 @@ async def _check(world: World) -> None:
         recompute.check_receipts(world, result, kept=world.plan.keeps_updates)  # pyright: ignore[reportArgumentType]
     except (AssertionError, KeyError) as exc:
         world.find(f"recomputed: {exc!r}")
-    if left := [path for path in (world.folder / "uploads").rglob("*") if path.is_file()]:
+    places = (world.folder / "uploads", world.folder / "segments")
+    if left := [path for place in places for path in place.rglob("*") if path.is_file()]:
         world.find(f"updates are left that are not needed: {left}")
 
 
