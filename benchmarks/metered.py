@@ -12,6 +12,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
+import importlib
 import hashlib
 import io
 import mmap
@@ -185,6 +186,7 @@ def main(path: Path, program: str, *arguments: str) -> None:
         count_reads(counts)
         count_transactions(counts)
     else:
+        importlib.import_module("fedplat_client.commands")  # modules are no memory of a round
         tracemalloc.start()
         noop.on_task = counts.note_peak
     (entry,) = metadata.entry_points(group="console_scripts", name=program)
