@@ -201,7 +201,8 @@ def make_route(parts: LeaderParts) -> LocalRoute:
             events_pb2_grpc.add_WebhooksServicer_to_server, WebhooksService(parts.records.webhooks, store)
         ),
     ]
-    admission = Admission(operator_access, access.read_claim, origins, mandate.endpoint.reads, parts.files.memory)
+    reads, expect_report = mandate.endpoint.reads, coordination.runner.expect_report
+    admission = Admission(operator_access, access.read_claim, origins, reads, parts.files.memory, expect_report)
     return serving.route(_make_fleet(parts, access, authenticator, enrollments), others, admission)
 
 
