@@ -8,10 +8,12 @@ message of the refusal. The coordinator compares norms and weights with those of
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Collection, Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -76,10 +78,20 @@ def validate_file(update: Path, base: Path, codec: codecs.CodecOptions | None) -
         except (ModelError, CodecError, PluginError, UserCodeError) as exc:
             return Verdict(Reason.REJECTED_SCHEMA, str(exc))
     with update.open("rb") as file:
-        same = file.read(len(expected.header)) == expected.header
-    if not same or update.stat().st_size != expected.file_size_bytes:
-        return Verdict(Reason.REJECTED_SCHEMA, _describe_difference(update, expected))
+        same, size_bytes = file.read(len(expected.header)) == expected.header, update.stat().st_size
+        if not same or size_bytes != expected.file_size_bytes:
+            file.seek(0)
+            return Verdict(Reason.REJECTED_SCHEMA, _describe_difference(file, size_bytes, expected))
     return measure_norm(ModelFile(update, expected).to_blocks())
+
+
+def validate_content(update: bytes, base: Path) -> float | Verdict:
+    """Return what `validate_file` does, for the bytes of an update that has no codec."""
+    expected = _schema_of(base)
+    if len(update) != expected.file_size_bytes or not update.startswith(expected.header):
+        return Verdict(Reason.REJECTED_SCHEMA, _describe_difference(io.BytesIO(update), len(update), expected))
+    buffer = np.frombuffer(update, np.uint8, offset=len(expected.header))
+    return measure_norm(Parameters(expected, buffer).to_blocks())
 
 
 def validate_message(update: Path, array_types: Collection[str] = ()) -> float | Verdict:
@@ -150,15 +162,13 @@ def _read_schema(base: Path, inode: int, modified_ns: int) -> Schema:
     return Parameters.open(base).schema
 
 
-def _describe_difference(update: Path, expected: Schema) -> str:
+def _describe_difference(update: BinaryIO, size_bytes: int, expected: Schema) -> str:
     """Describe how the update's header differs; a header that is far longer than expected is not read."""
     try:
-        with update.open("rb") as file:
-            size_bytes = update.stat().st_size
-            header_bytes = header_size(file.read(8), size_bytes)
-            if header_bytes > 2 * len(expected.header) + _SPARE_HEADER_BYTES:
-                return f"the header has {header_bytes} bytes; the base version's file has {len(expected.header) - 8}"
-            layout = read_layout(file.read(header_bytes), size_bytes - 8 - header_bytes)
+        header_bytes = header_size(update.read(8), size_bytes)
+        if header_bytes > 2 * len(expected.header) + _SPARE_HEADER_BYTES:
+            return f"the header has {header_bytes} bytes; the base version's file has {len(expected.header) - 8}"
+        layout = read_layout(update.read(header_bytes), size_bytes - 8 - header_bytes)
     except ModelError as exc:
         return str(exc)
     return layout.schema.difference_from(expected) or "the header is not byte for byte that of the base version's file"

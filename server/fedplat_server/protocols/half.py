@@ -44,6 +44,8 @@ from fedplat_server.workers.task_inputs import AttemptInputs
 
 Validate = Callable[[Path], float | Verdict | None]
 """A function that returns the norm of the update in a file, or its refusal. None: it is masked, and has no norm."""
+ValidateSmall = Callable[[bytes], float | Verdict]
+"""The same for an update in memory, which takes so little time that no thread is needed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,6 +101,12 @@ class ServerHalf:
     async def validator(self, job: JobState, assignment: Assignment, base: Path) -> Validate:
         """Return the function that validates the file of an update; `base` is that of the job's latest version."""
         return functools.partial(report_validation.validate_file, base=base, codec=job.spec.compression.uplink)
+
+    def small_validator(self, job: JobState, base: Path) -> ValidateSmall | None:
+        """Return the function that validates an update of a small model; None if only `validator` has one."""
+        if job.spec.compression.uplink is not None:  # its codec may be that of a plugin
+            return None
+        return functools.partial(report_validation.validate_content, base=base)
 
     def stores_rows(self, job: JobState) -> bool:
         """Return whether small updates and models may be rows of the database, which its backups and logs then have.

@@ -289,12 +289,14 @@ class Spool:
         ):
             self._remove(key)
 
-    def hold_row(self, key: AssignmentId, digest: str, content: bytes) -> bool:
+    def hold_row(self, key: AssignmentId, digest: str, content: bytes, *, at_once: bool = False) -> bool:
         """Keep a complete update in memory until it is a row; return False if it needs a file. Replaces parts of it.
 
-        Raises `UploadError` if the assignment has ended, or if an update with another digest was sealed for it.
+        The event loop calls it with `at_once`: then also False if it would have to wait, or to remove a file. Raises
+        `UploadError` if the assignment has ended, or if an update with another digest was sealed for it.
         """
-        if not (self._backend.takes_rows and self.stores_row(key, len(content))):
+        must_wait = at_once and (self._lock.locked() or key in self._files or bool(self._leftovers))
+        if must_wait or not (self._backend.takes_rows and self.stores_row(key, len(content))):
             return False
         with self._lock, files.translate_os_errors("opening an upload", "updates"):
             earlier = self._find_earlier(key, digest)
