@@ -1,4 +1,4 @@
-"""Run a program of fedplat, and count its syncs, file operations, transactions, hashed bytes and allocated memory.
+"""Run a program of fedplat, and count its syncs, file operations, transactions, hashed bytes, threads and memory.
 
     python benchmarks/metered.py FILE PROGRAM [ARGUMENT ...]
 
@@ -18,15 +18,17 @@ import sys
 import threading
 import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import noop
 
-NAMES = ("syncs", "unlinks", "renames", "hashed", "writes", "empty writes", "database syncs", "peak")
+NAMES = ("syncs", "unlinks", "renames", "hashed", "writes", "empty writes", "database syncs", "peak", "hand-overs")
 """The counts: calls of fsync and fdatasync by Python; removed and renamed files; bytes of SHA-256; transactions that
-write, those of them that changed nothing, the syncs of the others; and the most memory of Python and NumPy in bytes."""
+write, those of them that changed nothing, the syncs of the others; the most memory of Python and NumPy in bytes; and
+calls that were handed over to a thread."""
 _CALLS = {"syncs": ("fsync", "fdatasync"), "unlinks": ("unlink", "remove"), "renames": ("rename", "replace")}
 _RECORD = struct.Struct(f"<{len(NAMES)}q")
 
@@ -98,6 +100,17 @@ def count_hashes(counts: Counts) -> None:
     hashlib.sha256, hashlib.new = Sha256, new  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def count_hand_overs(counts: Counts) -> None:
+    """Count the calls that pools of threads get."""
+    real = ThreadPoolExecutor.submit
+
+    def submit(self: ThreadPoolExecutor, function: Any, /, *arguments: Any, **options: Any) -> Any:
+        counts.add("hand-overs")
+        return real(self, function, *arguments, **options)
+
+    ThreadPoolExecutor.submit = submit  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def count_transactions(counts: Counts) -> None:
     """Count the transactions of SQLAlchemy that write to SQLite, with `synchronous = FULL` one sync each.
 
@@ -132,6 +145,7 @@ def main(path: Path, program: str, *arguments: str) -> None:
     counts = Counts(path)
     count_calls(counts)
     count_hashes(counts)
+    count_hand_overs(counts)
     if program == "fedplat-server":
         count_transactions(counts)
     else:
