@@ -453,6 +453,7 @@ class Assignment(_message.Message):
     SECURE_SETUP_FIELD_NUMBER: _builtins.int
     GOSSIP_SETUP_FIELD_NUMBER: _builtins.int
     DIGEST_LAST_FIELD_NUMBER: _builtins.int
+    CHECK_IN_WITH_REPORT_FIELD_NUMBER: _builtins.int
     token: _builtins.str
     """Secret, for this assignment only; all later calls for it send the token."""
     job_id: _builtins.str
@@ -481,6 +482,8 @@ class Assignment(_message.Message):
     """Whether the digest of the update may follow its bytes: the upload then has an upload_id. Servers before 0.2 expect
     the digest first, and leave this unset.
     """
+    check_in_with_report: _builtins.bool
+    """Whether the report may have the client's next check-in. Servers before 0.2 leave this unset."""
     @_builtins.property
     def model(self) -> _model_pb2.ModelRef: ...
     @_builtins.property
@@ -517,10 +520,11 @@ class Assignment(_message.Message):
         secure_setup: _builtins.bytes = ...,
         gossip_setup: _gossip_pb2.GossipSetup | None = ...,
         digest_last: _builtins.bool = ...,
+        check_in_with_report: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "gossip_setup", b"gossip_setup", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "config", b"config", "delta", b"delta", "digest_last", b"digest_last", "gossip_setup", b"gossip_setup", "heartbeat_s", b"heartbeat_s", "job_id", b"job_id", "job_name", b"job_name", "model", b"model", "model_bytes", b"model_bytes", "round", b"round", "secure_setup", b"secure_setup", "task", b"task", "token", b"token", "traceparent", b"traceparent", "trainer", b"trainer", "training_timeout_s", b"training_timeout_s", "uplink", b"uplink", "upload_timeout_s", b"upload_timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "check_in_with_report", b"check_in_with_report", "config", b"config", "delta", b"delta", "digest_last", b"digest_last", "gossip_setup", b"gossip_setup", "heartbeat_s", b"heartbeat_s", "job_id", b"job_id", "job_name", b"job_name", "model", b"model", "model_bytes", b"model_bytes", "round", b"round", "secure_setup", b"secure_setup", "task", b"task", "token", b"token", "traceparent", b"traceparent", "trainer", b"trainer", "training_timeout_s", b"training_timeout_s", "uplink", b"uplink", "upload_timeout_s", b"upload_timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -767,6 +771,7 @@ class ReportRequest(_message.Message):
     METRICS_FIELD_NUMBER: _builtins.int
     UPDATE_FIELD_NUMBER: _builtins.int
     UPLOAD_ID_FIELD_NUMBER: _builtins.int
+    CHECK_IN_FIELD_NUMBER: _builtins.int
     token: _builtins.str
     digest: _builtins.str
     """SHA-256 of the uploaded update; empty for an evaluation."""
@@ -777,6 +782,12 @@ class ReportRequest(_message.Message):
     """As in UploadHeader: the upload that has the digest. Bytes with another one are discarded."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    @_builtins.property
+    def check_in(self) -> Global___CheckInRequest:
+        """The client's next check-in, if Assignment.check_in_with_report is set: an accepted report is answered with the next
+        assignment if there is one soon. The client is not free if the report is refused.
+        """
+
     def __init__(
         self,
         *,
@@ -786,10 +797,11 @@ class ReportRequest(_message.Message):
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         update: _builtins.bytes = ...,
         upload_id: _builtins.str = ...,
+        check_in: Global___CheckInRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["check_in", b"check_in"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "metrics", b"metrics", "num_examples", b"num_examples", "token", b"token", "update", b"update", "upload_id", b"upload_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["check_in", b"check_in", "digest", b"digest", "metrics", b"metrics", "num_examples", b"num_examples", "token", b"token", "update", b"update", "upload_id", b"upload_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -801,19 +813,25 @@ class ReportResponse(_message.Message):
 
     RECEIPT_FIELD_NUMBER: _builtins.int
     REFUSAL_FIELD_NUMBER: _builtins.int
+    NEXT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def receipt(self) -> Global___Receipt: ...
     @_builtins.property
     def refusal(self) -> Global___Refusal: ...
+    @_builtins.property
+    def next(self) -> Global___Assignment:
+        """The client's next assignment, if the request has a check-in. Unset: the client checks in as usual."""
+
     def __init__(
         self,
         *,
         receipt: Global___Receipt | None = ...,
         refusal: Global___Refusal | None = ...,
+        next: Global___Assignment | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "receipt", b"receipt", "refusal", b"refusal"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["next", b"next", "outcome", b"outcome", "receipt", b"receipt", "refusal", b"refusal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "receipt", b"receipt", "refusal", b"refusal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next", b"next", "outcome", b"outcome", "receipt", b"receipt", "refusal", b"refusal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["receipt", "refusal"]  # noqa: Y015
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
