@@ -9,6 +9,7 @@ import pytest
 
 from fedplat import wire
 from fedplat.wire.v1 import fleet_pb2
+from fedplat_server.messages.streams import MemoryBudget
 from fedplat_server.rpc import check_in, fleet
 from support import daemons
 from support.daemons import RawClient, Site, digest_of, initial_model, reason_name, update_of
@@ -73,6 +74,16 @@ async def test_a_round_that_takes_long_is_not_waited_for(site: Site, monkeypatch
     response = await report(client, (await client.assignment()).token)
     assert (response.HasField("receipt"), response.HasField("next")) == (True, False)
     assert (await client.assignment()).round == 2
+
+
+async def test_reports_that_wait_hold_no_more_than_half_of_their_memory(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MemoryBudget, "is_half_free", False)
+    await site.operator.start(job_file(goal=1, rounds=2))
+    client = await site.enroll()
+    response = await report(client, (await client.assignment()).token)
+    assert (response.HasField("receipt"), response.HasField("next")) == (True, False)
 
 
 async def test_a_check_in_that_is_refused_costs_no_receipt(site: Site) -> None:

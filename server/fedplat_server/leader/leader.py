@@ -262,6 +262,7 @@ def _make_fleet(
         runner=coordination.runner,
         intake=intake,
         conflicts=revocation.Conflicts(store.audit),
+        memory=files.memory,
         check_ins=check_ins,
     )
     working = functools.partial(

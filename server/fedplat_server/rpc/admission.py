@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
 from typing import Any, NamedTuple
@@ -177,9 +176,7 @@ class ReadPermit:
             raise RefusedError(Code.INVALID_REQUEST, "the call ended without a message")
         if self._share is not None:
             # A long poll waits for other clients: if it held a share, they might have to wait for it.
-            incoming = interceptor.INCOMING.get()
-            self._share.shrink(0 if self._is_poll else len(incoming.request))
-            incoming.release_memory = functools.partial(self._share.shrink, 0)
+            self._share.shrink(0 if self._is_poll else len(interceptor.INCOMING.get().request))
         return message
 
 

@@ -25,6 +25,7 @@ from fedplat_server.coordination.runner import Runner
 from fedplat_server.database.records import ClientRecord
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import convert, streams, validation
+from fedplat_server.messages.streams import UploadMemory
 from fedplat_server.protocols import half, registry, relay
 from fedplat_server.rpc import check_in, client_access, interceptor, report_intake
 from fedplat_server.rpc.client_access import AssignmentFinder, ClientAccess
@@ -116,6 +117,7 @@ class ReportService(fleet_pb2_grpc.FleetServicer):
     runner: Runner
     intake: report_intake.ReportIntake
     conflicts: Conflicts
+    memory: UploadMemory
     check_ins: check_in.CheckIns
 
     def __post_init__(self) -> None:
@@ -128,7 +130,7 @@ class ReportService(fleet_pb2_grpc.FleetServicer):
         async with self._locks.setdefault(client.client_id, asyncio.Lock()):
             response = await self._report(client, request)
         if response.HasField("receipt") and request.HasField("check_in") and self._may_wait(response.receipt):
-            interceptor.INCOMING.get().release_memory()
+            interceptor.INCOMING.get().request = b""
             assignment = await self.check_ins.next_assignment(client, request.check_in)
             if assignment is not None:
                 response.next.CopyFrom(assignment)
@@ -137,12 +139,14 @@ class ReportService(fleet_pb2_grpc.FleetServicer):
     def _may_wait(self, receipt: fleet_pb2.Receipt) -> bool:
         """Return whether the attempt of a report began so recently that the next assignment may come soon.
 
-        Not for a gateway, which holds the memory of a report until it is answered.
+        The memory of a report is held until it is answered: so no report waits that comes from a gateway, nor if those
+        that wait hold half of what reports may have.
         """
+        if not self.memory.reports.is_half_free or addresses.is_forwarded(interceptor.INCOMING.get().metadata.items()):
+            return False
         job = self.runner.coordinator.jobs.get(receipt.job_id)
         attempt = job.attempt if job is not None else None
-        is_quick = attempt is not None and self.runner.now - attempt.opened_at < QUICK_S
-        return is_quick and not addresses.is_forwarded(interceptor.INCOMING.get().metadata.items())
+        return attempt is not None and self.runner.now - attempt.opened_at < QUICK_S
 
     async def _report(self, client: ClientRecord, request: fleet_pb2.ReportRequest) -> fleet_pb2.ReportResponse:
         assignment = await self.finder.find(client, request.token)

@@ -163,8 +163,6 @@ class Incoming:
     metadata: Mapping[str, str | bytes]
     request: bytes = b""
     certified: str | None = None
-    release_memory: Callable[[], None] = lambda: None
-    """Gives back the share of the upload memory that the first message has."""
 
     @classmethod
     def of(cls, method: str, context: Context) -> Incoming:
