@@ -247,7 +247,7 @@ def receive_small(
     digest, update = report.digest, report.update
     if report.upload_id:
         return None
-    if hashlib.sha256(update).hexdigest() != digest:
+    if not _has_digest(update, digest):
         return Verdict(states.Reason.REJECTED_DIGEST)
     try:
         if not spool.hold_row(key, digest, update, at_once=True):
@@ -272,7 +272,7 @@ def receive_update(
     """
     digest, update = report.digest, report.update
     if update:
-        if hashlib.sha256(update).hexdigest() != digest:
+        if not _has_digest(update, digest):
             return Verdict(states.Reason.REJECTED_DIGEST)
         try:
             _write(spool, key, digest, update)
@@ -299,6 +299,10 @@ def receive_update(
     except BaseException:
         spool.unseal(key, digest)  # a restarted client trains again, and sends another update
         raise
+
+
+def _has_digest(update: bytes, digest: str) -> bool:
+    return hashlib.sha256(update).hexdigest() == digest
 
 
 def _persist(spool: Spool, key: AssignmentId, digest: str) -> int:
