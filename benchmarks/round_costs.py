@@ -102,8 +102,14 @@ SMALL_BYTES = 10**5
 """Up to this size, CPU is in milliseconds for each round, above it in seconds for each GB."""
 PASSES = ("hashed", "read", "written")
 BOUNDS: Mapping[str, Mapping[str, float]] = {
-    "4KB": {"server syncs": 4.0, "server transactions": 4.0, "empty transactions": 0.1, "unlinks": 0.5},
-    "cohort": {"server syncs": 40.0, "server transactions": 40.0, "empty transactions": 1.0, "hand-overs": 0.5},
+    "4KB": {
+        "server syncs": 3.5,
+        "server transactions": 3.5,
+        "empty transactions": 0.1,
+        "unlinks": 0.5,
+        "hand-overs": 4.0,
+    },
+    "cohort": {"server syncs": 30.0, "server transactions": 30.0, "empty transactions": 1.0, "hand-overs": 0.3},
     "1MB": {"server syncs": 40.0, "server hashed": 1.2, "server read": 2.3, "client hashed": 2.2, "client peak": 4.0},
     "100MB": {"server hashed": 1.2, "server read": 2.3, "client hashed": 2.2, "client peak": 0.5},
 }
