@@ -9,8 +9,11 @@ memory of a client that trains with `noop.py` is counted from one task to the ne
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import functools
 import hashlib
+import io
 import mmap
 import os
 import struct
@@ -25,10 +28,23 @@ from typing import Any
 
 import noop
 
-NAMES = ("syncs", "unlinks", "renames", "hashed", "writes", "empty writes", "database syncs", "peak", "hand-overs")
-"""The counts: calls of fsync and fdatasync by Python; removed and renamed files; bytes of SHA-256; transactions that
-write, those of them that changed nothing, the syncs of the others; the most memory of Python and NumPy in bytes; and
-calls that were handed over to a thread."""
+NAMES = (
+    "syncs",
+    "unlinks",
+    "renames",
+    "hashed",
+    "read back",
+    "writes",
+    "empty writes",
+    "database syncs",
+    "peak",
+    "hand-overs",
+)
+"""The counts: calls of fsync and fdatasync by Python; removed and renamed files; bytes hashed; bytes read from the
+files of updates; transactions that write, those of them that changed nothing, the syncs of the others; the most memory
+of Python and NumPy in bytes; and calls that were handed over to a thread."""
+_UPDATES = ("/uploads/", "/memfd:", "/proc/self/fd/")
+"""What the path of a file of an update contains, in the folder of a server or in memory."""
 _CALLS = {"syncs": ("fsync", "fdatasync"), "unlinks": ("unlink", "remove"), "renames": ("rename", "replace")}
 _RECORD = struct.Struct(f"<{len(NAMES)}q")
 
@@ -78,12 +94,12 @@ def count_calls(counts: Counts) -> None:
 
 
 def count_hashes(counts: Counts) -> None:
-    """Count the bytes of SHA-256."""
-    real = hashlib.sha256
+    """Count the bytes of SHA-256, and of BLAKE3 if it is installed."""
+    real, real_new = hashlib.sha256, hashlib.new
 
-    class Sha256:
-        def __init__(self, data: Any = b"", **_: Any) -> None:
-            self._hash = real()
+    class Counted:
+        def __init__(self, hash: Any, data: Any = b"") -> None:
+            self._hash = hash
             self.update(data)
 
         def update(self, data: Any) -> None:
@@ -93,11 +109,54 @@ def count_hashes(counts: Counts) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(self._hash, name)
 
-    def new(name: str, data: Any = b"", **options: Any) -> Any:
-        return Sha256(data) if name == "sha256" else real_new(name, data, **options)
+    def sha256(data: Any = b"", **_: Any) -> Any:
+        return Counted(real(), data)
 
-    real_new = hashlib.new
-    hashlib.sha256, hashlib.new = Sha256, new  # pyright: ignore[reportAttributeAccessIssue]
+    def new(name: str, data: Any = b"", **options: Any) -> Any:
+        return sha256(data) if name == "sha256" else real_new(name, data, **options)
+
+    hashlib.sha256, hashlib.new = sha256, new  # pyright: ignore[reportAttributeAccessIssue]
+    with contextlib.suppress(ImportError):
+        import blake3
+
+        blake3_of = blake3.blake3
+        blake3.blake3 = lambda data=b"": Counted(blake3_of(), data)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def count_reads(counts: Counts) -> None:
+    """Count the bytes that are read from files of updates, which the server has received before."""
+    real_open, real_preadv = io.open, os.preadv
+
+    class Reader(io.FileIO):
+        def _count(self, data: Any) -> Any:
+            counts.add("read back", len(data or b""))
+            return data
+
+        def read(self, size: int | None = -1, /) -> Any:
+            return self._count(super().read(-1 if size is None else size))
+
+        def readall(self) -> Any:
+            return self._count(super().readall())
+
+        def readinto(self, buffer: Any, /) -> int | None:
+            size = super().readinto(buffer)
+            counts.add("read back", size or 0)
+            return size
+
+    def counted_open(file: Any, mode: str = "r", buffering: int = -1, *arguments: Any, **options: Any) -> Any:
+        if mode != "rb" or not any(part in os.path.abspath(str(file)) for part in _UPDATES):
+            return real_open(file, mode, buffering, *arguments, **options)
+        reader = Reader(file)
+        return reader if buffering == 0 else io.BufferedReader(reader)
+
+    def counted_preadv(descriptor: int, *arguments: Any) -> int:
+        size = real_preadv(descriptor, *arguments)
+        if any(part in os.readlink(f"/proc/self/fd/{descriptor}") for part in _UPDATES):
+            counts.add("read back", size)
+        return size
+
+    io.open = builtins.open = counted_open  # pyright: ignore[reportAttributeAccessIssue]
+    os.preadv = counted_preadv  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def count_hand_overs(counts: Counts) -> None:
@@ -147,6 +206,7 @@ def main(path: Path, program: str, *arguments: str) -> None:
     count_hashes(counts)
     count_hand_overs(counts)
     if program == "fedplat-server":
+        count_reads(counts)
         count_transactions(counts)
     else:
         tracemalloc.start()

@@ -52,6 +52,8 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Bound of the L2 norm of each example's gradient."""
     dp_delta: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.0
     """The δ at which clients report their ε."""
+    base_sha256: Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")] = ""
+    """With a trainer of share = "trained": the SHA-256 of the tensors that are not trained, equal everywhere."""
 
     def __post_init__(self) -> None:
         ranges.check_ranges(self)

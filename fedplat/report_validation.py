@@ -25,6 +25,7 @@ from fedplat.errors import CodecError, FlowerError, ModelError, PluginError, Sec
 from fedplat.flower import layout
 from fedplat.model import Blocks, ModelFile, Parameters, Schema, is_finite
 from fedplat.model.file import header_size, read_layout
+from fedplat.model.running_norm import RunningNorm
 from fedplat.model.values import FlatModel
 from fedplat.rounds.commands import ACCEPTED, Verdict
 from fedplat.rounds.states import Reason
@@ -62,16 +63,24 @@ def measure_norm(values: Blocks) -> float | Verdict:
     Summed in float64, the norm is finite if and only if all values are.
     """
     with np.errstate(invalid="ignore"):
-        norm = l2_norm(values)
+        return _judge_norm(l2_norm(values))
+
+
+def _judge_norm(norm: float) -> float | Verdict:
     return norm if math.isfinite(norm) else Verdict(Reason.REJECTED_NONFINITE)
 
 
-def validate_file(update: Path, base: Path, codec: codecs.CodecOptions | None) -> float | Verdict:
+def validate_file(
+    update: Path, base: Path, codec: codecs.CodecOptions | None, running: RunningNorm | None = None
+) -> float | Verdict:
     """Return the L2 norm of the update in a file, or a refusal.
 
-    Reads the file at most once; memory does not grow with its size. `base` is the file of a version of the job.
+    Reads the file at most once, and not at all if `running` has all of its bytes and the schema of `base`, which is the
+    file of a version of the job. Memory does not grow with its size.
     """
     expected = _schema_of(base)
+    if running is not None and codec is None and (norm := running.find(expected)) is not None:
+        return _judge_norm(norm)
     if codec is not None:
         try:
             return measure_norm(Format(codec, expected).open(update).to_blocks())
@@ -140,6 +149,11 @@ def check_finite(values: Blocks) -> Verdict | None:
     """Return a refusal if any of the values is not finite."""
     with np.errstate(over="ignore", invalid="ignore"):
         return None if is_finite(values) else Verdict(Reason.REJECTED_NONFINITE)
+
+
+def running_norm(base: Path, codec: codecs.CodecOptions | None) -> RunningNorm | None:
+    """Return what measures an update while it arrives, for `validate_file`; None if only its whole file can be."""
+    return RunningNorm(_schema_of(base)) if codec is None else None
 
 
 @lru_cache(maxsize=256)

@@ -60,7 +60,7 @@ def _federated_rate(
 ) -> tuple[float, int]:
     """Return the tokens a second and the bytes of all clients' updates. One module serves all, as in an engine."""
     batch, clients = sizes
-    trainee = training.Trainee(training.Learner(model=lambda: module), setting.device)
+    trainee = training.Trainee(training.Learner(model=lambda: module, share="trained"), setting.device)
     data = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     examples = training.check_examples(data, setting.device)
     options = training.LocalOptions.from_config(

@@ -14,31 +14,56 @@ def train(task):
 
 client.run()
 ```
+
+The names below are loaded when they are first used, so that the command can handle Ctrl-C before the imports are done.
 """
 
-from fedplat.errors import MissingExtraError, PrivacyLimitError, TicketError
-from fedplat.model import Parameters
-from fedplat_client._state.privacy_ledger import PrivacyLimit
+import sys
+
+import fedplat as fedplat  # before gRPC is imported, of which it sets an option
 from fedplat_client._version import __version__
-from fedplat_client.client import Client
-from fedplat_client.errors import (
-    CallError,
-    CallRefusedError,
-    Cancelled,
-    ClientError,
-    DataDirectoryError,
-    EnrollmentError,
-    FencedError,
-    IdentityError,
-    IncompatibleServerError,
-    ListenerError,
-    RevokedError,
-    ServerUnavailableError,
-    TransferError,
-    UnknownClientError,
-)
-from fedplat_client.options import ClientOptions
-from fedplat_client.task import EvaluateResult, Task, TrainResult
+
+TYPE_CHECKING = False  # type checkers take it for that of `typing`
+if TYPE_CHECKING:
+    from fedplat.errors import MissingExtraError, PrivacyLimitError, TicketError
+    from fedplat.model import Parameters
+    from fedplat_client._state.privacy_ledger import PrivacyLimit
+    from fedplat_client.client import Client
+    from fedplat_client.errors import (
+        CallError,
+        CallRefusedError,
+        Cancelled,
+        ClientError,
+        DataDirectoryError,
+        EnrollmentError,
+        FencedError,
+        IdentityError,
+        IncompatibleServerError,
+        ListenerError,
+        RevokedError,
+        ServerUnavailableError,
+        TransferError,
+        UnknownClientError,
+    )
+    from fedplat_client.options import ClientOptions
+    from fedplat_client.task import EvaluateResult, Task, TrainResult
+else:
+    _MODULES = ("fedplat_client.errors", "fedplat_client.task", "fedplat_client.options", "fedplat_client.client")
+    _OTHERS = ("fedplat.errors", "fedplat.model", "fedplat_client._state.privacy_ledger")
+
+    def __getattr__(name: str) -> object:
+        import importlib
+
+        for module in (*_MODULES, *_OTHERS) if name in __all__ else ():
+            found = importlib.import_module(module)
+            if hasattr(found, name):
+                value = globals()[name] = getattr(found, name)
+                return value
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "CallError",

@@ -3,4 +3,4 @@
 from fedplat_client.cli import main
 
 if __name__ == "__main__":
-    main(prog_name="fedplat-client")
+    main()

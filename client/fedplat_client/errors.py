@@ -22,6 +22,7 @@ FedplatError
         │   └── RevokedError               an operator has revoked the client
         ├── IncompatibleServerError    the server uses another version of the protocol
         └── CallRefusedError           the server understood the call and refused it
+            ├── TooLargeError              more bytes than the server accepts there
             └── AssignmentEndedError       the assignment is no longer open, for example since its round has closed
 ```
 `fedplat_client.transport` translates gRPC's errors into these; no other module sees `grpc.RpcError`.
@@ -135,7 +136,11 @@ class FencedError(IdentityError):
 
 
 class RevokedError(IdentityError):
-    """An operator has revoked this client."""
+    """An operator has revoked this client: its key is never accepted again."""
+
+    def __init__(self, code: str, text: str, retry: model_pb2.RetryWindow | None = None) -> None:
+        advice = "to take part again, enroll as another client, with a new ticket and another data directory"
+        super().__init__(code, f"{text}; {advice}", retry)
 
 
 class IncompatibleServerError(CallError):
@@ -144,6 +149,10 @@ class IncompatibleServerError(CallError):
 
 class CallRefusedError(CallError):
     """The server understood the call and refused it."""
+
+
+class TooLargeError(CallRefusedError):
+    """More bytes were announced than the server accepts there; the text has both numbers."""
 
 
 class AssignmentEndedError(CallRefusedError):

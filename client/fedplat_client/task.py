@@ -131,6 +131,8 @@ class Task:
     job_name: str = ""
     round: int = 1
     attempt: int = 1
+    num_rounds: int = 0
+    """The job's number of rounds, for schedules over all of them; 0 if the server is of a version before 0.2."""
     client_state: ClientState = field(default_factory=ClientState, repr=False)
     """What the trainer stores between rounds of the job; kept only if this training's update is merged."""
     ledger: PrivacyLedger = field(default_factory=PrivacyLedger, repr=False)

@@ -58,6 +58,7 @@ _BY_CODE: dict[str, type[errors.CallError]] = {
     "REVOKED": errors.RevokedError,
     "CERTIFICATE_EXPIRED": errors.CertificateExpiredError,
     "NO_CERTIFICATES": errors.IdentityError,
+    "TOO_LARGE": errors.TooLargeError,
     "STALE_ASSIGNMENT": errors.AssignmentEndedError,
 }
 _SERVICE = fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].full_name

@@ -51,14 +51,21 @@ def default_path() -> Path:
         ) from exc
 
 
-def load(path: Path) -> Profile:
-    """Read a profile. Raises `ProfileError`."""
+def load(path: Path, *, needs_server: bool = True) -> Profile:
+    """Read a profile. Raises `ProfileError`, also if it names no server, unless the caller has another address."""
     try:
-        return msgspec.convert(toml.loads(path.read_text("utf-8")), decoding.prepare_type(Profile))
+        stored = toml.loads(path.read_text("utf-8"))
+        found = msgspec.convert(stored, decoding.prepare_type(Profile))
     except OSError as exc:
         raise ProfileError(f"the profile {path} cannot be read: {exc.strerror}") from exc
     except (msgspec.ValidationError, ValueError) as exc:  # of TOML or UTF-8
         raise ProfileError(f"the profile {path} is not valid: {exc}") from exc
+    if "server" not in stored and needs_server:
+        raise ProfileError(
+            f'the profile {path} names no server: add the line server = "HOST:PORT" to it, or give --server; '
+            "fedplat-server init and operator add write complete profiles"
+        )
+    return found
 
 
 def load_ca(path: Path) -> str:

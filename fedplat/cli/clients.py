@@ -97,7 +97,10 @@ def explain(client: admin_pb2.Client, now_s: float | None = None) -> str:
             since = f"was seen {formats.ago(seen, now)}" if seen else "was not seen since the server started"
             return f"it is not connected; it {since}. Check that its fedplat-client runs and reaches the server"
         case "revoked":
-            return "an operator revoked it; the server refuses its requests, and it must enroll again with a new ticket"
+            return (
+                "an operator revoked it; the server refuses its requests; to take part again it must enroll as another "
+                "client, with a new ticket and another data directory"
+            )
         case _:  # from a newer server
             return client.state
 

@@ -46,10 +46,10 @@ class Settings:
     def resolve(self, server: str | None) -> profile.Profile:
         """Return the profile, overridden by the command line and the environment. Raises `ProfileError`."""
         token = os.environ.get("FEDPLAT_TOKEN")
-        found = self._load_profile(is_needed=not token)
         changes: dict[str, Any] = {}
         if server or self.server:
             changes["server"] = server or self.server
+        found = self._load_profile(is_needed=not token, needs_server=not changes)
         if self.ca is not None:
             changes["ca"] = profile.load_ca(self.ca)
         if self.insecure:
@@ -58,7 +58,7 @@ class Settings:
             changes["token"] = token
         return msgspec.structs.replace(found, **changes)
 
-    def _load_profile(self, *, is_needed: bool) -> profile.Profile:
+    def _load_profile(self, *, is_needed: bool, needs_server: bool) -> profile.Profile:
         """Return the stored profile; an empty one if none is stored or needed."""
         try:
             path = self.profile if self.profile is not None else profile.default_path()
@@ -67,7 +67,7 @@ class Settings:
                 raise
             return profile.Profile()
         if self.profile is not None or path.exists():
-            return profile.load(path)
+            return profile.load(path, needs_server=needs_server)
         if is_needed:
             raise errors.MissingProfileError(
                 f"there is no profile at {path}; expected one there, or --profile FILE or FEDPLAT_PROFILE. "

@@ -22,7 +22,7 @@ from fedplat.dashboard import live, routes, sessions
 from fedplat.dashboard.rendering import ASSETS, Frame, Page, Renderer, format_event, format_signal
 from fedplat.dashboard.routes import Action, SignedOutError, describe_failure
 from fedplat.dashboard.sessions import LONGEST_S, BrowserSession, BrowserSessions, Clock, Login, LoginError
-from fedplat.dashboard.source import Visit
+from fedplat.dashboard.source import NotFoundError, Visit
 from fedplat.wire.v1 import admin_pb2
 
 COOKIE = "__Host-fedplat-session"
@@ -70,7 +70,7 @@ class Dashboard:
         self.app = Starlette(
             routes=self._routes(),
             middleware=[Middleware(sessions.Guard, hosts=hosts)],
-            exception_handlers={HTTPException: _on_http_error},
+            exception_handlers={HTTPException: self._on_http_error},
         )
 
     def stop(self) -> None:
@@ -120,6 +120,9 @@ class Dashboard:
             response.headers["Retry-After"] = "2"
             return response
         except LoginError as exc:
+            session = self._session(request) if self._login.field == "code" else None
+            if session is not None:  # the address with its code was opened again
+                return RedirectResponse(_own_path(next_path) or session.source.home, 303)
             return self._login_page(next_path, str(exc), status=403)
         except errors.FedplatError as exc:
             return self._login_page(next_path, f"{str(exc)[:1].upper()}{str(exc)[1:]}.", status=503)
@@ -197,6 +200,14 @@ class Dashboard:
         except Exception as exc:
             page = describe_failure(exc)  # raises what is a mistake of this program again
         return page, self._bare_frame(session, request)
+
+    async def _on_http_error(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        session = self._session(request)
+        if error.status_code == 404 and session is not None and not request.url.path.startswith("/static/"):
+            frame = await run_in_threadpool(self._bare_frame, session, request)
+            return HTMLResponse(self._renderer.page(describe_failure(NotFoundError()), frame), 404)
+        return PlainTextResponse(f"{error.detail}\n", error.status_code, headers=error.headers)
 
     def _bare_frame(self, session: BrowserSession, request: Request) -> Frame:
         """Return the frame of a page about a failure: the server may not answer."""
@@ -313,11 +324,6 @@ async def _serve_asset(request: Request) -> Response:
     if "gzip" in request.headers.get("accept-encoding", ""):
         return Response(asset.compressed, headers={**headers, "Content-Encoding": "gzip"}, media_type=asset.media_type)
     return Response(asset.content, headers=headers, media_type=asset.media_type)
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return PlainTextResponse(f"{error.detail}\n", error.status_code, headers=error.headers)
 
 
 async def _once(content: bytes) -> AsyncIterator[bytes]:

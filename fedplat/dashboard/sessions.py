@@ -227,8 +227,8 @@ class CodeLogin:
         """Return the source of the process, for a valid code."""
         if not self._codes.use(secret):
             raise LoginError(
-                "That code is not valid any more: a code is valid once, for 60 seconds. Press Enter in the terminal of "
-                "fedplat dashboard for a new one."
+                "That code is not valid any more: a code is valid once, for 60 seconds. Press Enter in the terminal "
+                "that has printed it for a new one."
             )
         return self._source
 

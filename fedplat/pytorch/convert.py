@@ -5,7 +5,7 @@ Needs the extra "torch".
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -82,10 +82,20 @@ def fill_ties(values: Mapping[str, torch.Tensor], ties: Mapping[str, str]) -> di
     return filled
 
 
-def load_into(module: torch.nn.Module, parameters: Parameters) -> None:
-    """Copy `parameters` into a module, on any device. Raises `ModelError` if names or shapes differ."""
+def load_into(
+    module: torch.nn.Module,
+    parameters: Parameters,
+    check_part: Callable[[dict[str, torch.Tensor]], object] | None = None,
+) -> None:
+    """Copy `parameters` into a module, on any device. Raises `ModelError` if names or shapes differ.
+
+    With `check_part` they are those of a part of the module, which it checks.
+    """
+    values = fill_ties(to_torch(parameters), find_tied_names(module.state_dict()))
+    if check_part is not None:
+        check_part(values)
     try:
-        module.load_state_dict(fill_ties(to_torch(parameters), find_tied_names(module.state_dict())), strict=True)
+        module.load_state_dict(values, strict=check_part is None)
     except RuntimeError as exc:
         raise ModelError(f"the model does not fit the module {type(module).__name__}: {exc}") from exc
 

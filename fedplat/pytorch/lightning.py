@@ -22,7 +22,7 @@ from msgspec import Meta, Struct
 from typing_extensions import override
 
 from fedplat.config import toml, user_code
-from fedplat.errors import DataError, JobFileError, MissingExtraError
+from fedplat.errors import DataError, JobFileError, MissingExtraError, ModelError
 from fedplat.extras import install_command
 from fedplat.learner import Config, Data, check_data
 from fedplat.model import Parameters
@@ -86,11 +86,24 @@ class LightningLearner:
     module: Callable[[], LightningModule]
     """Creates the module; the job's values replace its initial ones."""
     device: str = "cpu"
+    share: training.Share = "all"
+    """With "trained" the job's model has only what training changes, see `fedplat.pytorch.training.Learner`."""
 
     def initial(self, seed: int = 0) -> Parameters:
-        """Return the values of a new module."""
+        """Return the values of a new module, without its base if only what is trained is shared."""
         with _RUNS, training.use_seed(torch.device("cpu"), seed):
-            return convert.from_state_dict(self.module().state_dict())
+            module = self.module()
+        base = self._find_base(module)
+        state = module.state_dict()
+        return convert.from_state_dict({name: state[name] for name in state if base is None or name not in base.names})
+
+    def base_sha256(self) -> str:
+        """Return the SHA-256 of a new module's base. Raises `ModelError` if it has none."""
+        with _RUNS, training.use_seed(torch.device("cpu"), 0):
+            base = self._find_base(self.module())
+        if base is None:
+            raise ModelError('a learner with share = "all" has no base; expected share = "trained"')
+        return base.sha256
 
     def train(
         self,
@@ -108,7 +121,7 @@ class LightningLearner:
         """
         options = _read(config)
         with _RUNS, _quiet(), training.use_seed(torch.device("cpu"), 0):
-            module = self._load(parameters, config)
+            module, base = self._load(parameters, config)
         with _RUNS, _quiet(), training.use_seed(torch.device("cpu"), seed):
             observer = _Observer(options.epochs, after_step)
             trainer = self._trainer(max_epochs=options.epochs, limit_val_batches=0, callbacks=[observer])
@@ -118,8 +131,10 @@ class LightningLearner:
             else:
                 smallest = 2 if any(isinstance(part, _BATCH_NORMS) for part in module.modules()) else 1
                 trainer.fit(module, _make_loader(data, options.batch_size, smallest, seed))
-        values = convert.to_arrays(module.state_dict())
-        parameters.assign({name: values[name] for name in parameters if name in values})
+        if base is not None:
+            base.check_unchanged()
+        state = module.state_dict()
+        parameters.assign(convert.to_arrays({name: state[name] for name in parameters if name in state}))
         if not parameters.is_finite():
             raise DataError("the training has diverged: the model holds NaN or infinite values")
         logged = _metrics(trainer.callback_metrics, "train_")
@@ -129,7 +144,7 @@ class LightningLearner:
         """Return the metrics that `validation_step` logs, without the prefix "val_"; none if there is no such step."""
         given = {} if config is None else config
         with _RUNS, _quiet(), training.use_seed(torch.device("cpu"), 0):
-            module = self._load(parameters, given)
+            module, _ = self._load(parameters, given)
             if not is_overridden("validation_step", module):
                 return {}
             trainer = self._trainer()
@@ -141,15 +156,25 @@ class LightningLearner:
                 trainer.validate(module, loader, verbose=False)
             return _metrics(trainer.callback_metrics, "val_")
 
+    def require_base(self, config: Config) -> None:
+        """Raise `ModelError` if modules have a base and a job's `[config]` states none."""
+        if self.share == "trained" and not config.get("base_sha256"):
+            raise ModelError(training.explain_missing_base(self.base_sha256()))
+
     def check_config(self, config: Config) -> None:
         """Raise `JobFileError` for an invalid value of `epochs` or `batch_size`."""
         _read(config)
 
-    def _load(self, parameters: Parameters, config: Config) -> LightningModule:
+    def _load(self, parameters: Parameters, config: Config) -> tuple[LightningModule, training.FrozenBase | None]:
         module = self.module()
-        convert.load_into(module, parameters)
+        base = self._find_base(module)
+        training.check_base(base, str(config.get("base_sha256", "")))
+        convert.load_into(module, parameters, None if base is None else base.check_fit)
         cast(Any, module).job_config = dict(config)
-        return module
+        return module, base
+
+    def _find_base(self, module: LightningModule) -> training.FrozenBase | None:
+        return training.FrozenBase(module) if self.share == "trained" else None
 
     def _trainer(self, **options: Any) -> Trainer:
         return Trainer(

@@ -15,7 +15,7 @@ METADATA_RETRY: Final = "fedplat-retry-s"
 """Trailing metadata key of a temporary refusal: when to retry, `<earliest> <latest>` in seconds from now."""
 
 CHUNK_BYTES: Final = 2**20
-"""Size of a chunk that a server sends, and of the largest chunk that a client sends, in bytes."""
+"""Size of the largest chunk that a client sends, in bytes. A server sends twice as much if the line is fast."""
 
 UPLOAD_CHUNK_BYTES: Final = 2**18
 """Size of the first chunk that a client sends, in bytes: on a slow line, a chunk must arrive before the line breaks."""

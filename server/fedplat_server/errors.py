@@ -3,6 +3,7 @@
 ```
 ServerError
 ├── ConfigError                   the daemon cannot start with these options; the message names what to change
+│   └── FolderInUseError          another process uses the data folder
 ├── StoreError
 │   ├── StoreUnavailableError     the database does not answer; retry
 │   │   ├── StoreFullError        the database has no room; retry when it has
@@ -50,6 +51,10 @@ class ServerError(FedplatError):
 
 class ConfigError(ServerError):
     """The daemon cannot start with these options."""
+
+
+class FolderInUseError(ConfigError):
+    """Another process uses the data folder."""
 
 
 class StoreError(ServerError):

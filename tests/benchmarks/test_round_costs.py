@@ -25,6 +25,7 @@ metered.count_hashes(counts)
 metered.count_hand_overs(counts)
 with ThreadPoolExecutor() as pool:
     assert pool.submit(int).result() == 0
+metered.count_reads(counts)
 with file.open("wb") as writing:
     os.fsync(writing.fileno())
     os.fdatasync(writing.fileno())
@@ -33,6 +34,13 @@ with file.open("rb") as reading:
     hashlib.file_digest(reading, "sha256")
 whole = hashlib.sha256()
 whole.update(memoryview(bytes(1000)))
+update = file.parent / "uploads" / "update"
+update.parent.mkdir()
+update.write_bytes(bytes(100))
+assert update.read_bytes() == bytes(100)
+with update.open("rb", buffering=0) as reading:
+    hashlib.file_digest(reading, "sha256")
+    os.preadv(reading.fileno(), [bytearray(10)], 0)
 file.rename(f"{file}.moved")
 Path(f"{file}.moved").unlink()
 """
@@ -44,7 +52,8 @@ def test_a_program_is_counted(tmp_path: Path) -> None:
     folder = Path(metered.__file__).parent
     command = [sys.executable, "-c", PROGRAM, str(counts), str(tmp_path / "file")]
     subprocess.run(command, check=True, cwd=folder)
-    expected = {"syncs": 2, "unlinks": 1, "renames": 1, "hashed": 2 * 3 + 1000, "hand-overs": 1}
+    expected = {"syncs": 2, "unlinks": 1, "renames": 1, "hashed": 2 * 3 + 100 + 1000, "read back": 2 * 100 + 10}
+    expected |= {"hand-overs": 1}
     assert metered.read_counts(counts) == dict.fromkeys(metered.NAMES, 0) | expected
 
 
@@ -69,3 +78,9 @@ def test_rounds_cost_at_most_their_bounds() -> None:
     assert round_costs.exceeded_bounds(work, counts) == []
     assert counts["server transactions"] > 1.0
     assert counts["server syncs"] > 1.0
+
+
+@pytest.mark.slow
+def test_the_server_reads_a_large_update_once() -> None:
+    counts = round_costs.count(dataclasses.replace(WORK, clients=2, rounds=8, short=2))
+    assert 0.9 < counts["server read back"] <= round_costs.BOUNDS[WORK.model]["server read back"]

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from fedplat.errors import TicketError
 from fedplat.wire.v1 import model_pb2
 from fedplat_client import Client, ClientOptions, Task, TrainResult
-from fedplat_client.cli import main
+from fedplat_client.commands import main
 from fedplat_client.errors import FencedError, RevokedError
 from support.fake_fleet import FakeFleet
 
@@ -86,13 +86,20 @@ def test_a_fenced_or_revoked_client_ends_whichever_call_reports_it(
 
 
 @pytest.mark.fault("F30")
-@pytest.mark.parametrize("planned", [FENCED, REVOKED], ids=["fenced", "revoked"])
+@pytest.mark.parametrize(
+    ("planned", "advice"),
+    [
+        (FENCED, ""),
+        (REVOKED, "; to take part again, enroll as another client, with a new ticket and another data directory"),
+    ],
+    ids=["fenced", "revoked"],
+)
 def test_the_command_reports_it_in_one_line(
-    fleet: FakeFleet, run: Callable[..., Result], planned: tuple[grpc.StatusCode, str]
+    fleet: FakeFleet, run: Callable[..., Result], planned: tuple[grpc.StatusCode, str], advice: str
 ) -> None:
     fleet.failures["CheckIn"] = [planned]
     line = only_line(run("--ticket", fleet.ticket.to_text()), 1)
-    assert line == "Error: PERMISSION_DENIED: planned for CheckIn\n"
+    assert line == f"Error: PERMISSION_DENIED: planned for CheckIn{advice}\n"
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -18,7 +18,7 @@ import fedplat_client
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import client
 from fedplat_client._state.model_cache import ModelCache
-from fedplat_client.cli import _find_rest, main  # pyright: ignore[reportPrivateUsage]
+from fedplat_client.commands import _find_rest, main  # pyright: ignore[reportPrivateUsage]
 from fedplat_client.log import FieldFormatter, LogHandler
 from support.fake_fleet import FakeFleet
 
@@ -205,6 +205,13 @@ def test_a_signal_ends_the_process_cleanly(
     assert "The task started: training with wait in round 1 of the job digits. job=job-1 round=1" in output
     assert f"The client is connected to {fleet.address} as client-1 of the population demo, offers wait and" in output
     assert [fail.reason for fail in fleet.requests["Fail"]] == [model_pb2.REASON_CLIENT_STOPPED]
+
+
+def test_ctrl_c_while_a_trainer_is_imported_ends_the_command(fleet: FakeFleet) -> None:
+    """The import of PyTorch alone takes seconds."""
+    Path("slow.py").write_text("raise KeyboardInterrupt")
+    result = CliRunner().invoke(main, arguments(fleet, "--trainer", "slow:train"))
+    assert (result.exit_code, result.output) == (130, "interrupted\n")
 
 
 TORCH = """

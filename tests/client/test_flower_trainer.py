@@ -14,7 +14,7 @@ from fedplat.client_state import ClientState
 from fedplat.errors import FedplatError, FlowerError, UserCodeError
 from fedplat.flower.app import read_app
 from fedplat.model import Parameters
-from fedplat_client.cli import main
+from fedplat_client.commands import main
 from fedplat_client.task import Task
 from fedplat_client.trainers.flower import STATE, FlowerTrainer
 

@@ -33,7 +33,7 @@ import fedplat_client.trainers.learner
 """
 LOADED = """
 import sys
-import fedplat_client
+from fedplat_client import *
 print(*(name for name in sys.modules if name.partition(".")[0] in ("fedplat", "fedplat_client")))
 """
 MAX_LOADED = 100

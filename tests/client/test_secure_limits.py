@@ -17,7 +17,7 @@ from fedplat.secure_aggregation.messages import HeldShares, Message, Roster, Sur
 from fedplat.secure_aggregation.setup import LocalNoise, Setup
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import Client, ClientOptions, EvaluateResult, Task, TrainResult
-from fedplat_client.cli import main
+from fedplat_client.commands import main
 from support.fake_fleet import FakeFleet, serving
 from support.secure_cohort import MakeCohort
 

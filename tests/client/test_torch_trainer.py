@@ -16,12 +16,13 @@ from torch.utils.data import Dataset, TensorDataset
 
 from fedplat.aggregate import LocalAlgorithm, LossContext
 from fedplat.config.plugins import BUILTIN, Plugins
-from fedplat.errors import JobFileError
+from fedplat.errors import JobFileError, ModelError
 from fedplat.metrics import F1
 from fedplat.model import Parameters
 from fedplat.parallel import Parallel
 from fedplat.pytorch import convert as backend
 from fedplat.pytorch.distributed import LaunchedRank
+from fedplat.pytorch.training import Learner
 from fedplat_client import Cancelled, ClientOptions, Task, TrainResult
 from fedplat_client._work import process_group
 from fedplat_client.task import Control
@@ -338,3 +339,35 @@ def test_a_layout_is_refused_at_the_start_in_words(monkeypatch: pytest.MonkeyPat
     ):
         with pytest.raises(ValueError, match=f'algorithm = "{name}": it {reason}, which is not possible with a model'):
             sharded(make_task(initial(mlp()), own, algorithm=name, **options))
+
+
+def test_a_module_with_a_base_is_made_once_and_only_for_jobs_of_that_base() -> None:
+    made: list[nn.Module] = []
+
+    def on_a_base() -> nn.Module:
+        module = mlp()
+        module[0].requires_grad_(False)  # type: ignore[index]
+        made.append(module)
+        return module
+
+    trainer = TorchTrainer(model=on_a_base, data=digits(200), share="trained")
+    learner = Learner(model=on_a_base, share="trained")
+    start, base = learner.initial(), learner.base_sha256()
+    made.clear()
+    with pytest.raises(ModelError, match=f'does not state the base .* expected base_sha256 .* "{base}"'):
+        trainer(make_task(start))
+    with pytest.raises(ModelError, match=f"has the SHA-256 {base}; expected the same base on all participants"):
+        trainer(make_task(start, base_sha256="0" * 64))
+    made.clear()
+    task = make_task(start, base_sha256=base)
+    first = train(trainer, task)
+    assert set(first) == {"3.weight", "3.bias"}
+    trainer.evaluate(task)
+    np.testing.assert_array_equal(train(trainer, make_task(start, base_sha256=base)).buffer, first.buffer)
+    assert len(made) == 1
+    stopped = make_task(start, base_sha256=base)
+    stopped.control.expire()
+    with pytest.raises(Cancelled):
+        trainer(stopped)
+    np.testing.assert_array_equal(train(trainer, make_task(start, base_sha256=base)).buffer, first.buffer)
+    assert len(made) == 2  # that of a task that was stopped is made anew

@@ -270,15 +270,21 @@ def test_each_training_has_an_upload_of_its_own(
 
 
 @pytest.mark.parametrize(
-    ("code", "num_uploads"), [(grpc.StatusCode.UNAVAILABLE, 4), (grpc.StatusCode.PERMISSION_DENIED, 1)]
+    ("code", "num_uploads"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, 4),
+        (grpc.StatusCode.PERMISSION_DENIED, 1),
+        ((grpc.StatusCode.INVALID_ARGUMENT, "TOO_LARGE"), 1),  # the next upload would find the assignment ended
+    ],
 )
 def test_an_upload_that_cannot_be_done_is_given_up(
-    fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef, code: grpc.StatusCode, num_uploads: int
+    fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef, code: Any, num_uploads: int
 ) -> None:
     fleet.failures["Upload"] = [code] * 20
     fleet.assign(model)
     run(make_client(transfer_attempts=4))
-    assert fleet.requests["Fail"][0].reason == model_pb2.REASON_TRANSFER_FAILED
+    (fail,) = fleet.requests["Fail"]
+    assert (fail.reason, "planned for Upload" in fail.text) == (model_pb2.REASON_TRANSFER_FAILED, True)
     assert fleet.calls.count("Upload") == num_uploads
     assert "Report" not in fleet.calls
 

@@ -43,6 +43,7 @@ def algorithms() -> Generator[Names, Names]:
     names = yield {"make_model": Net}
     initial = names["initial"]()
     assert {*initial} == {"body.weight", "body.bias"}
+    assert len(names["initial_head"]().buffer) == 4 * 10 * 257
     task = Task(name="digits", parameters=initial, round=3)
     names["train"](task)
     seen = task.client_state.get("seen")

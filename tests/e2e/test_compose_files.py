@@ -13,7 +13,7 @@ import typer
 
 from fedplat.cli.app import app as operators_app
 from fedplat.job import parse_job
-from fedplat_client.cli import main as client_command
+from fedplat_client.commands import main as client_command
 from fedplat_server.cli.commands import app as server_app
 from support.images import DOCKERFILES, FOLDER, ROOT, VERSION, last, load, stages, targets
 

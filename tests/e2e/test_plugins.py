@@ -11,7 +11,7 @@ import pytest
 
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
-from fedplat_client import cli as client_command
+from fedplat_client import commands as client_command
 from fedplat_server.cli import commands
 from support import deployment, plugins, processes
 from support.deployment import run_fedplat

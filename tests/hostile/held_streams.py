@@ -43,6 +43,7 @@ class Holder:
         self._streams: dict[int, _Stream] = {}
         self._wake = asyncio.Event()
         self.num_sent_bytes = 0
+        self.most_held_bytes = self._held_bytes = 0  # of the streams that the server has not ended
         self.num_ended = 0
         self.is_over = False
 
@@ -100,6 +101,8 @@ class Holder:
         stream.missing -= len(content)
         self._window -= len(content)
         self.num_sent_bytes += len(content)
+        self._held_bytes += len(content)
+        self.most_held_bytes = max(self.most_held_bytes, self._held_bytes)
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
@@ -124,7 +127,12 @@ class Holder:
             elif number in self._streams:
                 self._streams[number].window += grown
         elif kind == RST_STREAM or (kind in (DATA, HEADERS) and flags & END_STREAM):
-            self.num_ended += self._streams.pop(number, None) is not None
+            self._end(number)
+
+    def _end(self, number: int) -> None:
+        if (stream := self._streams.pop(number, None)) is not None:
+            self.num_ended += 1
+            self._held_bytes -= self._message_bytes - 1 - stream.missing
 
     def _obey(self, settings: bytes) -> None:
         for place in range(0, len(settings), 6):

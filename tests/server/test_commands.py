@@ -131,6 +131,7 @@ def test_init_replaces_no_operator_whose_profile_was_taken_away(run: Run, data: 
     status, out, _ = run("init")
     assert status == 0
     assert "kept the operator admin; its profile is in another file" in out
+    assert "status" not in out, "there is no profile to name"
     assert not (data / "admin.toml").exists()
 
 
@@ -227,6 +228,8 @@ def test_an_operator_is_added_listed_and_removed(run: Run, data: Path, tmp_path:
         ("host", "operator added", "ben"),
         ("host", "operator removed", "ben"),
     ]
+    left = f"no admin is left; add one with: fedplat-server operator add NAME --role admin --data-dir {data}\n"
+    assert run("operator", "remove", "admin") == (0, f"operator admin was removed\n{left}", "")
 
 
 def test_a_profile_on_stdout_is_all_that_is_printed(run: Run, data: Path) -> None:
@@ -244,7 +247,7 @@ def test_a_profile_on_stdout_is_all_that_is_printed(run: Run, data: Path) -> Non
         (("add", "ben", "--role", "root"), "expected viewer, operator, admin", 2),
         (("add", "a b", "--role", "viewer"), "operator name", 2),
         (("add", "", "--role", "viewer"), "operator name", 2),
-        (("add", "ben", "--role", "viewer", "--expires", "soon"), "such as 90d", 2),
+        (("add", "ben", "--role", "viewer", "--expires", "soon"), "--expires: duration 'soon': expected", 2),
         (("add", "admin", "--role", "viewer"), "admin", 1),
         (("remove", "nobody"), "nobody", 1),
     ],
@@ -270,7 +273,8 @@ def test_an_operator_whose_profile_cannot_be_written_is_not_made(run: Run, data:
     assert [one.name for one in operators_of(data)] == ["admin"]
 
 
-def test_operators_need_a_database(run: Run) -> None:
+def test_operators_need_a_database(run: Run, data: Path) -> None:
+    data.mkdir()
     assert "db upgrade" in line_of(run("operator", "list"), 1)
     assert "db upgrade" in line_of(run("operator", "add", "ben", "--role", "viewer"), 1)
 
@@ -349,15 +353,50 @@ def test_a_daemon_knows_the_options_that_find_its_data(
 
 
 @pytest.mark.parametrize("command", ["show", "renew", "rotate-ca"])
-def test_certificates_that_are_not_there(run: Run, command: str) -> None:
-    assert "fedplat-server init creates it" in line_of(run("certificates", command), 2)
+def test_certificates_that_are_not_there(run: Run, command: str, data: Path) -> None:
+    said = line_of(run("certificates", command), 2)
+    assert f"check --data-dir, or create it: fedplat-server init --data-dir {data}\n" in said
+    assert not data.exists()
+
+
+@pytest.mark.parametrize("command", [("renew",), ("rotate-ca",)])
+def test_certificates_are_not_changed_without_their_database(run: Run, command: tuple[str, ...], data: Path) -> None:
+    """Else the change would be refused and done, and missing in the audit log."""
+    run("init")
+    before = files_of(data)
+    (data / "fedplat.sqlite").rename(data.parent / "moved.sqlite")
+    assert "is empty" in line_of(run("certificates", *command), 1)
+    assert files_of(data) == before
+
+
+@pytest.mark.parametrize("command", ["db current", "operator list", "operator add x --role viewer", "run --insecure"])
+def test_a_folder_that_is_not_there_is_not_made_by_a_command_that_needs_it(run: Run, command: str, data: Path) -> None:
+    said = line_of(run(*command.split()), 2)
+    assert f"set --data-dir to that of the daemon, or make it: fedplat-server init --data-dir {data}\n" in said
+    assert not data.exists()
+
+
+def test_another_profile_has_the_address_of_the_first_one(run: Run, data: Path, tmp_path: Path) -> None:
+    run("init", "--host", "fed.example.org", "--port", "7000")
+    assert run("operator", "add", "ben", "--role", "viewer", "--out", str(tmp_path / "ben.toml"))[0] == 0
+    assert profile.load(tmp_path / "ben.toml").server == "fed.example.org:7000"
+
+
+def test_a_database_that_cannot_be_opened_names_the_reason(run: Run, data: Path) -> None:
+    """Without a traceback of the driver's thread, which outlives the command."""
+    (data / "fedplat.sqlite").mkdir(parents=True)
+    for command in ("init", "verify", "db current"):
+        said = line_of(run(*command.split()), 1)
+        assert "fedplat.sqlite cannot be opened (Is a directory): let the user of the server read and write it" in said
 
 
 def test_wrong_arguments_for_certificates(run: Run, data: Path) -> None:
     run("init")
     before = files_of(data)
     assert "expected a host name" in line_of(run("certificates", "renew", "--host", "a b"), 2)
-    assert "begin with: certificates rotate-ca" in line_of(run("certificates", "rotate-ca", "--finish"), 2)
+    assert f"begin with: fedplat-server certificates rotate-ca --data-dir {data}\n" in line_of(
+        run("certificates", "rotate-ca", "--finish"), 2
+    )
     (data / "pki" / "ca.key").write_text("rubbish")
     assert "the certificate authority" in line_of(run("certificates", "renew"), 2)
     after = files_of(data)
@@ -372,6 +411,7 @@ def test_wrong_paths_and_names_are_one_sentence_and_leave_nothing(run: Run, data
         "fedplat-server: --host 'not a host': expected a host name or an address, without a port\n",
     )
     assert not data.exists()
+    data.mkdir()
     own = ["--tls-certificate", str(file), "--tls-key", str(file)]
     for option in ("--blobs", "--spool"):
         code, _, err = run("run", "--listen", "127.0.0.1:0", *own, option, str(file))

@@ -68,7 +68,7 @@ def send(spool: Spool, name: str = ID, data: bytes = DATA, end: int | None = Non
 
 def report(spool: Spool, digest: str = DIGEST, upload_id: str = ID) -> object:
     request = fleet_pb2.ReportRequest(digest=digest, upload_id=upload_id)
-    return receive_update(spool, KEY, request, lambda path: float(path.stat().st_size))
+    return receive_update(spool, KEY, request, lambda path, _: float(path.stat().st_size))
 
 
 def test_the_report_declares_the_digest_of_an_upload(open_spool: OpenSpool) -> None:
@@ -114,7 +114,7 @@ def test_a_restarted_client_replaces_an_update_whose_report_failed(open_spool: O
     spool = open_spool()
     send(spool, data=b"another update")
 
-    def fail(path: Path) -> float:
+    def fail(path: Path, _: object) -> float:
         raise OSError(f"{path} cannot be read")
 
     other = fleet_pb2.ReportRequest(digest=hashlib.sha256(b"another update").hexdigest(), upload_id=ID)

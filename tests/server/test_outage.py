@@ -10,8 +10,10 @@ import grpc
 import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2
+from structlog.testing import capture_logs
 
 from fedplat.wire.v1 import admin_pb2, model_pb2
+from fedplat_server.coordination.runner import NO_ANSWER
 from fedplat_server.database.records import AttemptFilter
 from fedplat_server.errors import StoreUnavailableError
 from fedplat_server.rpc import serving
@@ -105,9 +107,17 @@ async def test_a_version_is_committed_once_the_database_is_back(site: Site) -> N
             raise StoreUnavailableError("away")
 
     site.store.before["save"] = away_for_the_version
-    await client.deliver(token, update_of(initial_model(), 0))
-    await failed.wait()
+    with capture_logs() as lines:
+        await client.deliver(token, update_of(initial_model(), 0))
+        for _ in range(3):
+            failed.clear()
+            await failed.wait()
     assert len(await site.operator.versions(job)) == 1
+    assert len([line for line in lines if line["event"] == NO_ANSWER]) == 1, "retries come twice a second"
+    watch = site.operator.jobs.WatchJob(admin_pb2.WatchJobRequest(job=job, progress_every_s=0.01))
+    told = await anext(event async for event in aiter(watch) if event.entity == "progress")
+    assert told.reason == f"nothing can be stored: {NO_ANSWER}; see fedplat status"
+    watch.cancel()
     del site.store.before["save"]
     await site.operator.until(job, "job", "COMPLETED")
     assert len(await site.operator.versions(job)) == 2

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import json
+import os
 import sqlite3
 import sys
 from collections.abc import Generator
@@ -17,9 +19,10 @@ from click.testing import Result
 from grpc import aio
 
 from fedplat_server.cli.commands import app
-from fedplat_server.errors import ConfigError
+from fedplat_server.errors import BlobError, ConfigError
+from fedplat_server.storage import ownership
 from fedplat_server.verify.inspection import verify
-from support import daemons
+from support import daemons, databases
 from support.cli.runner import CliRunner
 from support.daemons import Site
 from support.jobs import job_file
@@ -211,6 +214,35 @@ def test_wrong_arguments_are_one_sentence(tmp_path: Path, options: list[str], te
     with pytest.raises(ConfigError) as caught:
         prune(tmp_path, *options)
     assert str(caught.value) == text
+
+
+def test_a_lock_that_cannot_be_opened_is_no_running_daemon(tmp_path: Path) -> None:
+    databases.create_sqlite(tmp_path / "fedplat.sqlite")
+    (tmp_path / "lock").mkdir()
+    with pytest.raises(ConfigError, match="cannot be written to: Is a directory"):
+        prune(tmp_path, "--dry-run")
+
+
+def test_models_that_cannot_be_listed_are_not_nothing_to_remove(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does another database find a folder of models empty."""
+    databases.create_sqlite(tmp_path / "fedplat.sqlite")
+    assert "nothing to remove" in prune(tmp_path, "--dry-run").output
+    (tmp_path / "blobs" / "0a").mkdir()
+
+    list_all = os.listdir
+
+    def list_some(folder: Path) -> list[str]:
+        if folder.name == "0a":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+        return list_all(folder)
+
+    monkeypatch.setattr(os, "listdir", list_some)
+    with pytest.raises(BlobError, match=r"blobs/0a'; let the user of the server read and write it"):
+        prune(tmp_path, "--dry-run")
+    with pytest.raises(BlobError, match="Permission denied"):
+        ownership.check_new_database(tmp_path, "postgresql://h/new")
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import grpc
@@ -275,10 +276,10 @@ def validate_slowly(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, t
     checking, go_on = threading.Event(), threading.Event()
     check = report_validation.validate_file
 
-    def slow(update: Path, base: Path, codec: None) -> object:
+    def slow(*args: Any) -> object:
         checking.set()
         assert go_on.wait(daemons.PATIENCE_S)
-        return check(update, base, codec)
+        return check(*args)
 
     monkeypatch.setattr(report_validation, "validate_file", slow)
     return checking, go_on

@@ -163,8 +163,8 @@ def test_a_restored_row_replaces_a_damaged_file(tmp_path: Path) -> None:
 def test_a_report_in_a_row_comes_with_its_bytes(uploads: Spool, again: fleet_pb2.ReportRequest) -> None:
     """Also if its first report was not stored, and the second one names the digest only."""
     take_rows(uploads)
-    receive_update(uploads, KEY, REPORT, lambda _: 2.0)
-    received = receive_update(uploads, KEY, again, lambda _: 2.0)
+    receive_update(uploads, KEY, REPORT, lambda path, _: 2.0)
+    received = receive_update(uploads, KEY, again, lambda path, _: 2.0)
     assert received == ReceivedUpdate(len(DATA), 2.0, DATA)
 
 
@@ -329,8 +329,8 @@ def test_an_update_in_its_report_replaces_what_a_power_failure_has_left(uploads:
     again = Spool(uploads.folder)
     again.keep([KEY])
     with pytest.raises(RefusedError, match="report again"):
-        receive_update(again, KEY, REPORT, lambda _: 1.0)
-    assert receive_update(again, KEY, REPORT, lambda _: 1.0) == ReceivedUpdate(len(DATA), 1.0)
+        receive_update(again, KEY, REPORT, lambda path, _: 1.0)
+    assert receive_update(again, KEY, REPORT, lambda path, _: 1.0) == ReceivedUpdate(len(DATA), 1.0)
 
 
 # --- in memory -----------------------------------------------------------------------------------------------

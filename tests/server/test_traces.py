@@ -297,7 +297,7 @@ def test_the_trace_id_is_computed_as_the_page_shows() -> None:
 
 def test_without_the_option_nothing_of_opentelemetry_is_imported() -> None:
     script = (
-        "import sys, fedplat_server.cli.commands, fedplat_server.daemon, fedplat_client.cli\n"
+        "import sys, fedplat_server.cli.commands, fedplat_server.daemon, fedplat_client.commands\n"
         "from fedplat_server.cli.serving import open_tracing\n"
         "assert open_tracing('') is None\n"
         "print([name for name in sys.modules if name.startswith('opentelemetry')])"

@@ -48,7 +48,7 @@ def fill(uploads: Spool, key: AssignmentId = KEY) -> None:
 
 def test_an_upload_in_parts(uploads: Spool) -> None:
     assert uploads.count_received(KEY, DIGEST) == 0
-    upload = uploads.open(KEY, DIGEST, SIZE, 0, limit_bytes=SIZE)
+    upload = uploads.open(KEY, DIGEST, SIZE, 0)
     for start in range(0, SIZE, 1000):
         upload.write(memoryview(DATA)[start : start + 1000])
         assert upload.received == uploads.count_received(KEY, DIGEST) == min(start + 1000, SIZE)
@@ -135,14 +135,6 @@ def test_nothing_is_added_to_what_was_taken_as_complete(uploads: Spool) -> None:
         upload.write(b"x")
     assert path is not None
     assert path.read_bytes() == DATA
-
-
-@pytest.mark.parametrize("size_bytes", [SIZE + 1, 2**60, -1])
-@pytest.mark.fault("F22")
-def test_too_many_bytes_are_refused_before_any_is_stored(uploads: Spool, size_bytes: int) -> None:
-    with pytest.raises(UploadError, match=f"at most {SIZE} are accepted"):
-        uploads.open(KEY, DIGEST, size_bytes, 0, limit_bytes=SIZE)
-    assert num_files(uploads) == 0
 
 
 def test_more_bytes_than_were_declared_are_refused(uploads: Spool) -> None:

@@ -46,6 +46,7 @@ ALLOWED = {
         "fedplat/__init__.py": "modules of fedplat, whose names stand there",
         "fedplat/admin/__init__.py": "modules of fedplat, whose names stand there",
         "fedplat/cli/app.py": "modules of fedplat, whose names stand there",
+        "client/fedplat_client/__init__.py": "modules of fedplat, whose names stand there",
         "fedplat/privacy/losses.py": "dp-accounting's modules, whose names stand there",
         "benchmarks/gpu/language_model.py": "two packages, whose names stand there",
         "benchmarks/packed_data.py": "the packages of other formats, whose names stand there",

@@ -126,7 +126,7 @@ def graph() -> Graph:
         ("fedplat/cli/sweep.py", "tests/core/cli/test_completion.py"),
         ("fedplat/admin/client.py", "tests/e2e/test_killed.py"),
         ("server/fedplat_server/rpc/report_intake.py", "tests/e2e/test_killed.py"),
-        ("client/fedplat_client/cli.py", "tests/e2e/test_silos.py"),
+        ("client/fedplat_client/commands.py", "tests/e2e/test_silos.py"),
         ("fedplat/dashboard/app.py", "tests/e2e/test_dev.py"),
     ],
 )

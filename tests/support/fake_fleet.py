@@ -14,9 +14,10 @@ import grpc
 
 from fedplat import wire
 from fedplat.model import Parameters
-from fedplat.wire import auth
+from fedplat.wire import auth, digests
 from fedplat.wire.auth import Ticket
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc, model_pb2
+from support.raw_client import digest_of
 
 PIECE = 10_000
 
@@ -191,7 +192,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServicer):
             self.truncate_at_report = None
             context.abort(grpc.StatusCode.ABORTED, "the update has not arrived completely")
         if request.upload_id:
-            assert hashlib.sha256(file).hexdigest() == request.digest
+            assert digest_of(bytes(file), digests.kind_of(request.upload_id)) == request.digest
             self.uploads[request.digest] = file
         self._leave("Report", context)
         if self.receipts:

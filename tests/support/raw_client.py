@@ -16,7 +16,7 @@ from grpc import aio
 
 from fedplat import wire
 from fedplat.model import Parameters
-from fedplat.wire import auth
+from fedplat.wire import auth, digests
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc, model_pb2
 
 PATIENCE_S = 60.0
@@ -282,8 +282,11 @@ def private_key(seed: str) -> Ed25519PrivateKey:
     return Ed25519PrivateKey.from_private_bytes(hashlib.sha256(seed.encode()).digest())
 
 
-def digest_of(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+def digest_of(content: bytes, kind: str = "") -> str:
+    """A digest of a kind of `fedplat.wire.digests`."""
+    digest = digests.UpdateHash(kind)
+    digest.update(content)
+    return digest.digest
 
 
 def reason_name(reason: model_pb2.Reason.ValueType) -> str:

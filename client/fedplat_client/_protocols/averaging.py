@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fedplat.client_state import ClientState
 from fedplat.codecs.container import Format
+from fedplat.wire import digests
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client._work import heartbeat, training
 from fedplat_client._work.content import Content, Outgoing, StreamedUpdate
@@ -56,7 +57,8 @@ def _encode(work: AssignedWork, trained: Trained[TrainResult]) -> Outgoing:
         if work.assignment.digest_last and base.schema.file_size_bytes > work.options.inline_limit_bytes:
             difference = training.fit_model(control, lambda: result.to_difference(base))
             if difference is not None:
-                return StreamedUpdate(difference)
+                uses_blake3 = work.assignment.blake3 and digests.has_blake3()
+                return StreamedUpdate(difference, digests.BLAKE3 if uses_blake3 else "")
         return Content(training.fit_model(control, lambda: result.to_pieces(base)))
     update = training.fit_model(control, lambda: result.to_update(base))
     seed = work.options.rng.getrandbits(128)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Generator
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
-from fedplat.wire import messages
+from fedplat.wire import digests, messages
 from fedplat_client.errors import TransferError
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -24,11 +24,12 @@ _logger = logging.getLogger(__name__)
 class PartialDownload:
     """An unfinished download: a growing file and the hash of its content. Close it after use."""
 
-    def __init__(self, path: Path, give_way: GiveWay) -> None:
+    def __init__(self, path: Path, give_way: GiveWay, kind: str = "") -> None:
+        """`kind` is that of the digest (`fedplat.wire.digests`)."""
         self.path = path
         self.size = 0
         self._give_way = give_way
-        self._sha256 = hashlib.sha256()
+        self._hash = digests.UpdateHash(kind)
         self._file = path.open("a+b", buffering=0)
         self._file.seek(0)
         while read := self._file.read(_READ_BYTES):  # bytes from an earlier process
@@ -36,8 +37,8 @@ class PartialDownload:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the content so far, hexadecimal."""
-        return self._sha256.hexdigest()
+        """The digest of the content so far."""
+        return self._hash.digest
 
     def write(self, data: messages.Bytes) -> None:
         """Append bytes, and hash them now, while they are in the processor's cache."""
@@ -50,14 +51,14 @@ class PartialDownload:
         """Delete the content."""
         self._file.truncate(0)
         self.size = 0
-        self._sha256 = hashlib.sha256()
+        self._hash = digests.UpdateHash(self._hash.kind)
 
     def close(self) -> None:
         """Close the file; its content is kept."""
         self._file.close()
 
     def _count(self, data: messages.Bytes) -> None:
-        self._sha256.update(data)
+        self._hash.update(data)
         self.size += len(data)
 
 
@@ -94,9 +95,13 @@ class ModelCache:
         return path
 
     @contextlib.contextmanager
-    def part(self, digest: str) -> Generator[PartialDownload]:
-        """Open the partial download of a model; it may already contain the beginning."""
-        part = PartialDownload(self._path(digest, "part"), lambda: self.give_way(digest))
+    def part(self, digest: str, checked: str = "") -> Generator[PartialDownload]:
+        """Open the partial download of a model; it may already contain the beginning.
+
+        `checked` is the digest by which `admit` will check it, if that is another one.
+        """
+        kind = digests.kind_of(checked)
+        part = PartialDownload(self._path(digest, "part"), lambda: self.give_way(digest), kind)
         try:
             yield part
         finally:
@@ -111,13 +116,13 @@ class ModelCache:
         """Evict one file that is neither in use nor among `digests`; return False if there is no such file."""
         return self._evicts and evict_one(self._folder, (*self._in_use, *digests), _log_eviction)
 
-    def admit(self, part: PartialDownload, digest: str) -> Path:
+    def admit(self, part: PartialDownload, digest: str, checked: str = "") -> Path:
         """Turn a finished download into a model of the cache.
 
         The file is not synced: `find` detects damage from a power failure. Raises `TransferError`, and deletes the
-        download, if its content has another digest.
+        download, if its content has another digest than this one, or than `checked` if that is not empty.
         """
-        self.check(part, digest)
+        self.check(part, checked or digest)
         return part.path.replace(self._path(digest, "safetensors"))
 
     def check(self, part: PartialDownload, digest: str) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from fedplat import wire
 from fedplat.model import Difference
+from fedplat.wire import digests
 
 _FAST_PART_S = 0.5
 """If a part was sent within this time, the next one is larger."""
@@ -87,25 +88,29 @@ class StreamedUpdate:
     The models that it is computed from must not change until its report was accepted, since a part may be sent again.
     """
 
-    def __init__(self, file: Difference) -> None:
+    def __init__(self, file: Difference, kind: str = "") -> None:
+        """`kind` is that of the digest (`fedplat.wire.digests`)."""
         self._file = file
         self.size_bytes = file.size_bytes
-        self.upload_id = uuid.uuid4().hex
+        self.upload_id = kind + uuid.uuid4().hex
         self._lock = threading.Lock()  # gRPC may still read an earlier call's parts in its own thread
-        self._sha256 = hashlib.sha256()
+        self._hash = digests.UpdateHash(kind)
         self._num_hashed = 0
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the file, hexadecimal; what was not sent yet is computed for it."""
+        """The digest of the file; what was not sent yet is computed for it."""
         if self._num_hashed < self.size_bytes:
             for _ in self.split(self.size_bytes, float):
                 pass
-        return self._sha256.hexdigest()
+        return self._hash.digest
 
     def forget_id(self) -> None:
-        """Upload the update under its digest from now on, as servers before 0.2 require."""
-        self.upload_id = ""
+        """Upload the update under its SHA-256 from now on, as servers before 0.2 require."""
+        with self._lock:
+            self.upload_id = ""
+            if self._hash.kind:
+                self._hash, self._num_hashed = digests.UpdateHash(), 0
 
     def to_bytes(self) -> bytes:
         """Return the file."""
@@ -117,16 +122,16 @@ class StreamedUpdate:
         position = min(start, self._num_hashed)
         while position < self.size_bytes:
             part = self._file.read(position, scratch[: pace.size])
-            self._hash(part, position)
+            self._add(part, position)
             position += len(part)
             if position > start:
                 yield from pace.send(part[-(position - start) :])
 
-    def _hash(self, part: memoryview, start: int) -> None:
+    def _add(self, part: memoryview, start: int) -> None:
         """Hash those bytes of a part that follow the hashed ones, now, while they are in the processor's cache."""
         with self._lock:
             if start <= self._num_hashed < start + len(part):
-                self._sha256.update(part[self._num_hashed - start :])
+                self._hash.update(part[self._num_hashed - start :])
                 self._num_hashed = start + len(part)
 
 

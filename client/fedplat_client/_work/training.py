@@ -65,6 +65,7 @@ class LocalTrainers:
             job_name=assignment.job_name,
             round=assignment.round,
             attempt=assignment.attempt,
+            num_rounds=assignment.num_rounds,
             client_state=client_state,
             ledger=self.ledger,
             plugins=self.plugins,

@@ -22,6 +22,7 @@ from fedplat.config.plugins import BUILTIN, Plugins
 from fedplat.errors import CodecError, ModelError, PluginError, UserCodeError
 from fedplat.model import ModelFile, Parameters, Read, Segment, Values, apply_step, read_base_values
 from fedplat.model.schema import MESSAGE_KEY
+from fedplat.wire import digests
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import backoff, cancellation, errors, task
 from fedplat_client._auth.authenticator import Connection
@@ -160,7 +161,9 @@ class _Upload:
         """Raise the error of a refused upload, unless it may continue: after a query, or under its digest."""
         _stop_if_ended(exc, self.receiver, self.control)
         content = self.content
-        if isinstance(content, StreamedUpdate) and content.upload_id and exc.code == _INVALID:
+        # The size is refused under any name; and once it was, the assignment has ended, whose text is another one.
+        is_old_server = exc.code == _INVALID and not isinstance(exc, errors.TooLargeError)
+        if isinstance(content, StreamedUpdate) and content.upload_id and is_old_server:
             content.forget_id()
         elif exc.code not in resumable:
             raise errors.TransferError(f"the server refuses the update: {exc}") from exc
@@ -265,9 +268,10 @@ class Downloader:
                 f"{self.max_model_bytes}. Raise max_model_bytes to train larger models"
             )
         is_kept = self.cache.make_room(model.size_bytes, model.digest)
-        with self.cache.part(model.digest) as part:
+        checked = model.blake3 if digests.is_digest(model.blake3) and digests.has_blake3() else ""
+        with self.cache.part(model.digest, checked) as part:
             download(self.connection, model, part, control)
-            path = self.cache.admit(part, model.digest)
+            path = self.cache.admit(part, model.digest, checked)
         downloaded = DownloadedModel.open(path)
         if not is_kept or MESSAGE_KEY in downloaded.base:  # a message of a Flower app is for one task only
             path.unlink()  # the open file stays readable

@@ -15,13 +15,18 @@ from fedplat_client.task import Task, TrainResult
 from fedplat_client.trainers import distributed, model_file, strategy
 
 
-def check_layout(parallel: Parallel, personal: tuple[str, ...] = ()) -> None:
+def check_layout(parallel: Parallel, personal: tuple[str, ...] = (), share: training.Share = "all") -> None:
     """Raise `ValueError` if the processes of this client cannot train in the layout."""
     if parallel.schedule == "pipedream":
         raise ValueError('parallel: schedule = "pipedream" is for the server\'s pool; expected another schedule')
     if personal:
         raise ValueError(
             'parallel: a layout cannot train personal tensors, which stay on one process; expected "none" or "data"'
+        )
+    if share != "all":
+        raise ValueError(
+            f'parallel: a layout divides all tensors of a module, so it cannot train with share = "{share}"; expected '
+            '"none" or "data"'
         )
     place = find_rank()
     size = 1 if place is None else place.size

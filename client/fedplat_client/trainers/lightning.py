@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from fedplat import errors, extras
 from fedplat_client.task import EvaluateResult, Task, TrainResult
@@ -43,25 +43,29 @@ class LightningTrainer:
     """A dataset, a pair of arrays, a loader or a `LightningDataModule`; or a function that returns one for a task."""
     device: str = "auto"
     """Lightning's `accelerator`: "auto", "cpu", "gpu" and so on; one device."""
+    share: Literal["all", "trained"] = "all"
+    """With "trained" the model has only what training changes, and jobs state the base, see `TorchTrainer`."""
     seed: Seed = 0
     """Seeds all randomness; or a function of the task that returns the seed of its training."""
 
     def __call__(self, task: Task) -> TrainResult:
         """Train for `config["epochs"]` epochs."""
-        data = self._data(task)
+        learner, data = self._make_learner(task), self._data(task)
         count = count_examples(data)
-        metrics = train(self._learner, task, data, self.seed, seeds_itself=True, after_step=task.progress)
+        metrics = train(learner, task, data, self.seed, seeds_itself=True, after_step=task.progress)
         return TrainResult(parameters=task.parameters, num_examples=count, metrics=metrics)
 
     def evaluate(self, task: Task) -> EvaluateResult:
         """Return what the module's `validation_step` logs, without training."""
-        data = self._data(task)
-        metrics = self._learner.evaluate(task.parameters, data, task.config)
+        learner, data = self._make_learner(task), self._data(task)
+        metrics = learner.evaluate(task.parameters, data, task.config)
         return EvaluateResult(num_examples=count_examples(data), metrics=metrics)
 
-    @property
-    def _learner(self) -> LightningLearner:
-        return LightningLearner(self.module, self.device)
+    def _make_learner(self, task: Task) -> LightningLearner:
+        """Return the learner. Raises `ModelError` if the job does not state the base of one that has a base."""
+        learner = LightningLearner(self.module, self.device, self.share)
+        learner.require_base(task.config)
+        return learner
 
     def _data(self, task: Task) -> LightningData:
         return self.data(task) if callable(self.data) else self.data

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -27,6 +26,7 @@ from torch.utils.data import Dataset
 
 from fedplat.pytorch import training
 from fedplat_client.trainers import dp as private
+from fedplat_client.trainers.pace import StepClock
 from fedplat_client.trainers.strategy import SingleProcess, TrainingStrategy
 
 if TYPE_CHECKING:
@@ -65,6 +65,10 @@ class TorchTrainer:
     """Mean loss of a batch of (output, target)."""
     personal: tuple[str, ...] = ()
     """Names of tensors that stay on the client and are not in the model, see `fedplat.pytorch.training.Learner`."""
+    share: training.Share = "all"
+    """With "trained" the model has only what training changes, such as a head or an adapter. All other tensors are the
+    base: they stay here, and a job states their SHA-256 (`base_sha256`) in its `[config]`. The module is then made once
+    for all tasks, since a base may take minutes to load."""
     metrics: tuple[Metric, ...] = ()
     """Metrics of evaluations, such as `fedplat.metrics.F1()`, besides `loss` and `accuracy`."""
     accuracy: training.Accuracy = "auto"
@@ -84,6 +88,7 @@ class TorchTrainer:
     """The parts of the module for a layout; by default those that a model of Hugging Face names itself."""
     backend: Literal["auto", "mpi"] = "auto"
     """With `parallel`: the library that carries tensors between processes. "auto" is NCCL on GPUs and Gloo on CPUs."""
+    _idle: list[training.Trainee] = field(default_factory=list[training.Trainee], init=False, repr=False)
 
     def __post_init__(self) -> None:
         training.as_dataset(self.data)  # mistakes are reported here, not in the first round
@@ -97,7 +102,7 @@ class TorchTrainer:
         if isinstance(self.parallel, Parallel):
             from fedplat_client.trainers import layout
 
-            layout.check_layout(self.parallel, self.personal)
+            layout.check_layout(self.parallel, self.personal, self.share)
         self._find_group()  # now: the client checks whether this process leads before it has a task
 
     def __call__(self, task: Task) -> TrainResult:
@@ -116,12 +121,13 @@ class TorchTrainer:
                 seed=seed,
                 round_number=task.round,
                 client_state=task.client_state,
-                after_step=strategy.after_step(_Clock(task, options.partial_work).after_step),
+                after_step=strategy.after_step(StepClock(task, options.partial_work).after_step),
                 make_optimizer=make_optimizer,
                 gradients=strategy.make_gradients(seed),
                 ledger=private.TaskLedger(task, self.private),
             )
             metrics = training.train(trainee, strategy.parameters, work)
+            self._keep(trainee)
             return strategy.make_result(len(examples), metrics)
 
     def evaluate(self, task: Task) -> EvaluateResult:
@@ -140,6 +146,7 @@ class TorchTrainer:
         metrics = training.evaluate(
             trainee, task.parameters, examples, size, client_state=task.client_state, after_batch=task.progress
         )
+        self._keep(trainee)
         return EvaluateResult(num_examples=len(examples), metrics=metrics)
 
     def _options(self, task: Task) -> tuple[training.LocalOptions, training.MakeOptimizer | None]:
@@ -208,13 +215,31 @@ class TorchTrainer:
     def _build_trainee(
         self, task: Task, strategy: TrainingStrategy, options: training.LocalOptions | None = None
     ) -> tuple[training.Trainee, training.Examples]:
-        learner = training.Learner(
-            model=self.model, loss=self.loss, personal=self.personal, metrics=self.metrics, accuracy=self.accuracy
-        )
-        trainee = strategy.make_trainee(learner, self.seed, "fp32" if options is None else options.precision)
+        try:
+            trainee = self._idle.pop()
+        except IndexError:
+            precision = "fp32" if options is None else options.precision
+            trainee = strategy.make_trainee(self._learner, self.seed, precision)
+        training.check_base(trainee.base, str(task.config.get("base_sha256", "")), is_required=True)
         examples = self._examples(task, strategy.device)
         strategy.check(trainee, len(examples))
         return trainee, examples
+
+    def _keep(self, trainee: training.Trainee) -> None:
+        """Keep a module with a base for the next task; one whose task has failed is made anew."""
+        if trainee.base is not None:
+            self._idle.append(trainee)
+
+    @property
+    def _learner(self) -> training.Learner:
+        return training.Learner(
+            model=self.model,
+            loss=self.loss,
+            personal=self.personal,
+            share=self.share,
+            metrics=self.metrics,
+            accuracy=self.accuracy,
+        )
 
     def _examples(self, task: Task, device: torch.device) -> training.Examples:
         given: Any = self.data
@@ -229,31 +254,3 @@ def replace_parallel(parallel: Parallel | Literal["none", "data"]) -> Generator[
         yield
     finally:
         _replacements.pop()
-
-
-@dataclasses.dataclass
-class _Clock:
-    """Reports progress, and ends a training before its deadline if partial work counts.
-
-    Reserves twice the duration of the longest step so far for one more step, and a twentieth of the whole time for the
-    work after the training.
-    """
-
-    task: Task
-    partial_work: bool
-    longest_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._now = self.task.control.options.clock  # not remaining_s, which the server may change
-        self._last_at = self._now()
-        self._begin_s = self.task.remaining_s
-
-    def after_step(self, done: int, total: int) -> bool:
-        """Return whether to continue. Raises `Cancelled`."""
-        self.task.progress(done / total)
-        if not self.partial_work:
-            return True
-        now = self._now()
-        self.longest_s = max(self.longest_s, now - self._last_at)
-        self._last_at = now
-        return self.task.remaining_s > 2 * self.longest_s + self._begin_s / 20

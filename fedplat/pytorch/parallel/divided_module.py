@@ -42,7 +42,7 @@ class DividedModule(training.Trainee):
     ) -> None:
         """Raise `ValueError` if the layout cannot divide the module, with the name of the part."""
         self.learner, self.layout, self.device = learner, layout, layout.ranks.device
-        self.personal, self.precision = frozenset[str](), precision
+        self.personal, self.base, self.precision = frozenset[str](), None, precision
         layout.parallel.check_precision(precision)
         whole = make_empty(learner, seed)
         _check_module(whole, learner, layout)
@@ -181,6 +181,8 @@ def _check_module(module: nn.Module, learner: training.Learner, layout: apply.La
     name = type(module).__name__
     if learner.personal:
         raise ValueError("personal tensors need a single process; expected a trainer without personal, or parallel")
+    if learner.share != "all":
+        raise ValueError(f'share = "{learner.share}" needs the whole module in a process; expected share = "all"')
     if has_batch_norm(module):
         raise ValueError(
             f"{name} has BatchNorm, whose statistics would be those of a part of each batch; expected another "

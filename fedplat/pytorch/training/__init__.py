@@ -20,8 +20,17 @@ from fedplat.pytorch.training.examples import (
     iterate_batches,
     make_examples,
 )
+from fedplat.pytorch.training.frozen_base import FrozenBase, check_base, explain_missing_base
 from fedplat.pytorch.training.gradients import GradientComputation, LocalTraining, SingleProcessGradients
-from fedplat.pytorch.training.learner import BATCH_NORM, Learner, Trainee, forward_features, read_targets, use_seed
+from fedplat.pytorch.training.learner import (
+    BATCH_NORM,
+    Learner,
+    Share,
+    Trainee,
+    forward_features,
+    read_targets,
+    use_seed,
+)
 from fedplat.pytorch.training.meaning import Accuracy, Correct, Loss, Scores, Sums
 from fedplat.pytorch.training.stepper import MakeOptimizer, Sgd
 from fedplat.pytorch.training.trainer import evaluate, evaluate_batches, train
@@ -32,6 +41,7 @@ __all__ = [
     "Correct",
     "DatasetExamples",
     "Examples",
+    "FrozenBase",
     "GradientComputation",
     "Indices",
     "Learner",
@@ -42,6 +52,7 @@ __all__ = [
     "PrefetchDataset",
     "Scores",
     "Sgd",
+    "Share",
     "SingleProcessGradients",
     "StepSchedule",
     "Sums",
@@ -49,9 +60,11 @@ __all__ = [
     "Trainee",
     "as_dataset",
     "build_guarded_algorithm",
+    "check_base",
     "check_examples",
     "evaluate",
     "evaluate_batches",
+    "explain_missing_base",
     "forward_features",
     "iterate_batches",
     "make_examples",

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from fedplat.metrics import Metric
 from fedplat.model import Parameters
 from fedplat.pytorch import convert as backend
 from fedplat.pytorch.training.examples import Examples, Indices, iterate_batches
+from fedplat.pytorch.training.frozen_base import BATCH_NORMS, FrozenBase, changing_tensors
 from fedplat.pytorch.training.hidden_state import HiddenState
 from fedplat.pytorch.training.meaning import (
     Accuracy,
@@ -38,10 +40,10 @@ from fedplat.pytorch.training.meaning import (
 
 BATCH_NORM = "@batch_norm"
 """In `personal`, stands for all tensors of BatchNorm layers: FedBN (Li et al. 2021, arXiv 2102.07623)."""
+Share: TypeAlias = Literal["all", "trained"]
 _NOTE = "personal"
 _trained = weakref.WeakValueDictionary[int, object]()
 """The modules, and their tensors that training changes, that have had other values than their initial ones, by `id`."""
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,10 @@ class Learner:
     `personal` are names of tensors, with wildcards ("head.*"), that stay on the client: they are not part of the job's
     model, are never sent, and are stored in the client state. Source: Arivazhagan et al. 2019, "Federated Learning with
     Personalization Layers", arXiv 1912.00818.
+
+    With `share` = "trained" the job's model has only what training changes: the parameters with `requires_grad`, and
+    the statistics of BatchNorm layers. All other tensors are the base, which each participant has itself, such as the
+    weights below a new head, or those that an adapter of a language model is added to.
     """
 
     model: Callable[[], nn.Module]
@@ -58,6 +64,7 @@ class Learner:
     loss: Loss = nn.functional.cross_entropy
     """Mean loss of a batch of (output, target)."""
     personal: tuple[str, ...] = ()
+    share: Share = "all"
     metrics: tuple[Metric, ...] = ()
     """Metrics of evaluations, besides `loss` and `accuracy`; training does not compute them."""
     accuracy: Accuracy = "auto"
@@ -68,6 +75,8 @@ class Learner:
     def __post_init__(self) -> None:
         for metric in self.metrics:
             adopt(metric, Metric)
+        if self.share not in ("all", "trained"):
+            raise ValueError(f'share = {self.share!r}: expected "all" or "trained"')
         choose_count(self.accuracy, self.loss)
         check_reduction(self.loss)
 
@@ -111,13 +120,23 @@ class Learner:
         return module.to(device)
 
     def initial(self, seed: int = 0) -> Parameters:
-        """Return the initial model of a job: the values of a new module, without personal tensors.
+        """Return the initial model of a job: the values of a new module, without personal tensors and the base.
 
         Raises `ModelError` if the factory returns a module that was trained before.
         """
         trainee = Trainee(self, seed=seed)
         _refuse_trained(trainee.module, _find_trained(trainee.module))
         return backend.from_state_dict(trainee.shared_tensors())
+
+    def base_sha256(self) -> str:
+        """Return the SHA-256 of a new module's base, which a job with `share` = "trained" has in its `[config]`.
+
+        Raises `ModelError` if the module has no base.
+        """
+        base = Trainee(self).base
+        if base is None:
+            raise errors.ModelError('a learner with share = "all" has no base; expected share = "trained"')
+        return base.sha256
 
 
 class Trainee:
@@ -128,11 +147,18 @@ class Trainee:
         self.device = torch.device(device)
         self.module = learner.make(device, seed)
         self.has_batch_norm = has_batch_norm(self.module)
-        self.personal = frozenset(_personal_names(self.module, learner.personal))
         state = self.module.state_dict()
-        self._first = {name: state[name].clone() for name in state if name in self.personal}
+        personal = frozenset(_personal_names(self.module, learner.personal))
         ties = backend.find_tied_names(state)
-        self._ties = {name: first for name, first in ties.items() if not self.personal & {name, first}}
+        self.base = FrozenBase(self.module) if learner.share == "trained" else None
+        """The tensors that training does not change and that are not in the job's model; None if all are in it."""
+        own = frozenset[str]() if self.base is None else self.base.names
+        self.personal = personal - own
+        self._first = {name: state[name].clone() for name in state if name in self.personal}
+        apart = self.personal | own
+        self._ties = {name: first for name, first in ties.items() if not apart & {name, first}}
+        self.left_out = own | self._ties.keys()
+        """Names of tensors that neither the job's model nor a client's state has: the base, and further names."""
         self.hidden = HiddenState(self.module, learner.loss)
         self._used = _find_trained(self.module)
         self._is_registered = False
@@ -144,7 +170,8 @@ class Trainee:
 
     def shared_tensors(self) -> dict[str, torch.Tensor]:
         """Return the module's tensors that are part of the job's model."""
-        return {name: tensor for name, tensor in self.module.state_dict().items() if name not in self.personal}
+        apart = self.personal if self.base is None else self.personal | self.base.names
+        return {name: tensor for name, tensor in self.module.state_dict().items() if name not in apart}
 
     def load(self, parameters: Parameters, client_state: ClientState) -> None:
         """Load the values of the job's model, and the client's personal ones, into the module. Raises `ModelError`.
@@ -152,7 +179,7 @@ class Trainee:
         The module forgets what it remembers of an earlier training or evaluation.
         """
         if not self._is_registered:
-            _trained.update({id(each): each for each in (self.module, *_changing_tensors(self.module).values())})
+            _trained.update({id(each): each for each in (self.module, *changing_tensors(self.module).values())})
             self._is_registered = True
         self.forget()
         values = {name: tensor for name, tensor in backend.to_torch(parameters).items() if not name.startswith(CONTROL)}
@@ -164,19 +191,31 @@ class Trainee:
         note = client_state.get(_NOTE) if self.personal else None
         if note is None:
             _refuse_trained(self.module, self._used & self.personal)
+        values = backend.fill_ties(values, self._ties) if self._ties else values
+        values |= self._first if note is None else backend.to_torch(note)
+        if self.base is not None:
+            self.base.check_fit(values)
         try:
-            values = backend.fill_ties(values, self._ties) if self._ties else values
-            self.module.load_state_dict({**values, **(self._first if note is None else backend.to_torch(note))})
+            self.module.load_state_dict(values, strict=self.base is None)
         except RuntimeError as exc:
             name = type(self.module).__name__
             raise errors.ModelError(f"the model does not fit the module {name}: {exc}") from exc
+
+    def check_base_unchanged(self) -> None:
+        """Raise `ModelError` if the base has changed, which stays behind when the job's model leaves."""
+        if self.base is not None:
+            self.base.check_unchanged()
 
     def forget(self) -> None:
         """Forget what the module and the loss remember of a training or evaluation, outside the model."""
         self.hidden.restore()
 
     def save(self, parameters: Parameters, client_state: ClientState) -> None:
-        """Copy the module's values into the job's model, and the personal ones into the client state."""
+        """Copy the module's values into the job's model, and the personal ones into the client state.
+
+        Raises `ModelError` if the base has changed.
+        """
+        self.check_base_unchanged()
         shared = {name: tensor for name, tensor in self.shared_tensors().items() if name in parameters}
         parameters.assign({**parameters, **backend.to_arrays(shared)})
         if self.personal:
@@ -227,7 +266,7 @@ class Trainee:
 
 def has_batch_norm(module: nn.Module) -> bool:
     """Return whether a module has BatchNorm layers."""
-    return any(isinstance(part, _BATCH_NORMS) for part in module.modules())
+    return any(isinstance(part, BATCH_NORMS) for part in module.modules())
 
 
 @contextmanager
@@ -247,19 +286,9 @@ def use_seed(device: torch.device, seed: int) -> Generator[None]:
             generator.set_state(before)
 
 
-def _changing_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors that training changes, by name: trained parameters, and the statistics of BatchNorm."""
-    changing: dict[str, torch.Tensor] = {}
-    changing |= {name: value for name, value in module.named_parameters() if value.requires_grad}
-    for place, part in module.named_modules():
-        if isinstance(part, _BATCH_NORMS):
-            changing |= {f"{place}.{name}" if place else name: value for name, value in part.named_buffers()}
-    return changing
-
-
 def _find_trained(module: nn.Module) -> frozenset[str]:
     """Return the names of a new module's tensors that were trained before, in another module or in the same one."""
-    names = frozenset(name for name, value in _changing_tensors(module).items() if _trained.get(id(value)) is value)
+    names = frozenset(name for name, value in changing_tensors(module).items() if _trained.get(id(value)) is value)
     return frozenset(module.state_dict()) if _trained.get(id(module)) is module else names
 
 
@@ -280,7 +309,7 @@ def _personal_names(module: nn.Module, patterns: tuple[str, ...]) -> Iterator[st
     names = list(module.state_dict())
     for pattern in patterns:
         if pattern == BATCH_NORM:
-            layers = [name for name, part in module.named_modules() if isinstance(part, _BATCH_NORMS)]
+            layers = [name for name, part in module.named_modules() if isinstance(part, BATCH_NORMS)]
             matches = [name for name in names if name.rpartition(".")[0] in layers]
         else:
             matches = [name for name in names if fnmatch.fnmatchcase(name, pattern)]

@@ -104,10 +104,15 @@ def evaluate(
 
 @contextmanager
 def explain_errors(num_examples: int) -> Generator[None]:
-    """Turn PyTorch's errors for BatchNorm and a single example, and for other types, into `ModelError`s."""
+    """Turn PyTorch's errors for BatchNorm and a single example, and for types and gradients, into `ModelError`s."""
     try:
         yield
     except RuntimeError as exc:
+        if "does not require grad" in str(exc):
+            raise ModelError(
+                "the loss does not depend on any tensor that is trained; expected a module whose outputs are computed "
+                "from parameters with requires_grad = True"
+            ) from exc
         if "same dtype" not in str(exc):
             raise
         raise ModelError(

@@ -88,6 +88,7 @@ class CohortTrainer:
         if self._trainee.hidden.is_changed():
             self._trainee.hidden.restore()
             raise UnsuitableError("the module remembers something of each client outside its state_dict")
+        self._trainee.check_base_unchanged()
         results: list[tuple[model.Parameters, dict[str, float]]] = [(base.parameters, {})] * len(works)
         for row, start, trained, score in zip(rows, starts, weights.cpu(), scores, strict=True):
             update = self.layout.update(base, trained, {})

@@ -61,7 +61,7 @@ class ParameterLayout:
         self.shapes = [tuple(trained[name].shape) for name in self.names]
         self.sizes = [prod(shape) for shape in self.shapes]
         self.size = sum(self.sizes)
-        self.state_names = [name for name in state if name not in trained]
+        self.state_names = [name for name in state if name not in trained and name not in trainee.left_out]
         self.personal = trainee.personal
         self._first = {name: state[name].detach().clone() for name in trainee.personal}
         self._runs: dict[int, list[_Run]] = {}

@@ -59,6 +59,7 @@ class FlatTrainer:
             scores, num_steps = self._run(descent, list(state.values()), work)
         finally:
             self._trainee.hidden.restore()  # a loss that is an object outlives the engine
+        self._trainee.check_base_unchanged()
         update = self.layout.update(base, self._weights, state, buffer)
         metrics |= start.end(self._weights, num_steps, work, update)
         self.layout.save(self._weights, state, work.client_state)

@@ -14,7 +14,7 @@ from typing_extensions import override
 from fedplat import client_state, errors
 from fedplat.client_state import ClientState
 from fedplat.model import Bytes, Parameters, Schema
-from fedplat.pytorch.training import Learner, LocalOptions, LocalTraining, Trainee, evaluate, train
+from fedplat.pytorch.training import Learner, LocalOptions, LocalTraining, Trainee, check_base, evaluate, train
 from fedplat.pytorch.vectorized import batched, layout, trainer
 from fedplat.pytorch.vectorized.batched import PartExamples
 from fedplat.simulation.data.federation import Array, Part
@@ -37,6 +37,7 @@ class ModuleTrainer:
         self.splits_test = not learner.metrics
         self._options = options
         self.trainee = Trainee(learner, device, seed=seed)
+        check_base(self.trainee.base, options.base_sha256)
         if options.is_private:
             from fedplat.pytorch import dp  # import it here, before workers are forked, and not once in each of them
 

@@ -39,7 +39,8 @@ class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field="l
     """A PyTorch module and its loss.
 
     `module` is a function that creates the PyTorch module; "" stands for the job's `model.initial`. `loss` is the name
-    of a mean loss of outputs and targets, or a function. `personal` names the tensors that clients do not share.
+    of a mean loss of outputs and targets, or a function. `personal` names the tensors that clients do not share. With
+    `share` = "trained" the model has only what training changes; all other tensors are the base, equal on all clients.
     `metrics` are those of evaluations, besides the loss and the accuracy: names, or tables with the key `name`.
     `accuracy` is a function of outputs and targets that returns which answers are correct, or "classes" if the largest
     output of dimension 1 is the answer; "auto" is "classes" for the cross entropy, and no accuracy for other losses.
@@ -48,6 +49,7 @@ class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field="l
     module: str = ""
     loss: str = "cross_entropy"
     personal: list[str] = []
+    share: Literal["all", "trained"] = "all"
     metrics: Annotated[tuple[Metric, ...], Meta(max_length=MAX_METRICS)] = ()
     accuracy: str = "auto"
 
@@ -69,20 +71,24 @@ class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field="l
         from fedplat.simulation.scenario.model import make_learner
 
         learner = make_learner(self.module, self.loss, self.accuracy, folder)
-        return dataclasses.replace(learner, personal=tuple(self.personal), metrics=self.metrics)
+        return dataclasses.replace(learner, personal=tuple(self.personal), share=self.share, metrics=self.metrics)
 
 
 class LightningOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field="learner", tag="lightning"):
-    """A module of PyTorch Lightning: `module` is its class, or a function that creates it, with keyword `options`."""
+    """A module of PyTorch Lightning: `module` is its class, or a function that creates it, with keyword `options`.
+
+    With `share` = "trained" the model has only what training changes, see `ModelOptions`.
+    """
 
     module: Reference
     options: dict[str, Any] = {}
+    share: Literal["all", "trained"] = "all"
 
     def build(self, folder: Path) -> ArrayLearner:
         """Return the learner."""
         from fedplat.pytorch.lightning import LightningLearner, OwnLightningModule
 
-        return LightningLearner(OwnLightningModule(self.module, folder, self.options))
+        return LightningLearner(OwnLightningModule(self.module, folder, self.options), share=self.share)
 
 
 LEARNERS: Mapping[str, type[LearnerOptions]] = plugins.by_name(ModelOptions, sklearn.SklearnLearner, LightningOptions)

@@ -453,6 +453,8 @@ class Assignment(_message.Message):
     SECURE_SETUP_FIELD_NUMBER: _builtins.int
     GOSSIP_SETUP_FIELD_NUMBER: _builtins.int
     DIGEST_LAST_FIELD_NUMBER: _builtins.int
+    BLAKE3_FIELD_NUMBER: _builtins.int
+    NUM_ROUNDS_FIELD_NUMBER: _builtins.int
     CHECK_IN_WITH_REPORT_FIELD_NUMBER: _builtins.int
     token: _builtins.str
     """Secret, for this assignment only; all later calls for it send the token."""
@@ -482,6 +484,12 @@ class Assignment(_message.Message):
     """Whether the digest of the update may follow its bytes: the upload then has an upload_id. Servers before 0.2 expect
     the digest first, and leave this unset.
     """
+    blake3: _builtins.bool
+    """Whether an upload with an id may have a digest of BLAKE3 instead of a SHA-256: the server has it, too. Its id and
+    its digest then begin with "b3:".
+    """
+    num_rounds: _builtins.int
+    """The number of rounds of the job. Servers before 0.2 leave it unset."""
     check_in_with_report: _builtins.bool
     """Whether the report may have the client's next check-in. Servers before 0.2 leave this unset."""
     @_builtins.property
@@ -520,11 +528,13 @@ class Assignment(_message.Message):
         secure_setup: _builtins.bytes = ...,
         gossip_setup: _gossip_pb2.GossipSetup | None = ...,
         digest_last: _builtins.bool = ...,
+        blake3: _builtins.bool = ...,
+        num_rounds: _builtins.int = ...,
         check_in_with_report: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "gossip_setup", b"gossip_setup", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "check_in_with_report", b"check_in_with_report", "config", b"config", "delta", b"delta", "digest_last", b"digest_last", "gossip_setup", b"gossip_setup", "heartbeat_s", b"heartbeat_s", "job_id", b"job_id", "job_name", b"job_name", "model", b"model", "model_bytes", b"model_bytes", "round", b"round", "secure_setup", b"secure_setup", "task", b"task", "token", b"token", "traceparent", b"traceparent", "trainer", b"trainer", "training_timeout_s", b"training_timeout_s", "uplink", b"uplink", "upload_timeout_s", b"upload_timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "blake3", b"blake3", "check_in_with_report", b"check_in_with_report", "config", b"config", "delta", b"delta", "digest_last", b"digest_last", "gossip_setup", b"gossip_setup", "heartbeat_s", b"heartbeat_s", "job_id", b"job_id", "job_name", b"job_name", "model", b"model", "model_bytes", b"model_bytes", "num_rounds", b"num_rounds", "round", b"round", "secure_setup", b"secure_setup", "task", b"task", "token", b"token", "traceparent", b"traceparent", "trainer", b"trainer", "training_timeout_s", b"training_timeout_s", "uplink", b"uplink", "upload_timeout_s", b"upload_timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -650,7 +660,8 @@ class UploadHeader(_message.Message):
     name: _builtins.str
     upload_id: _builtins.str
     """The name of an update's upload whose digest only the report has, if Assignment.digest_last is set: 32 lower-case
-    hexadecimal digits, which the client draws for each content. Not for a file for another client.
+    hexadecimal digits, which the client draws for each content, after "b3:" if the digest will be one of BLAKE3. Not
+    for a file for another client.
     """
     def __init__(
         self,
@@ -774,7 +785,7 @@ class ReportRequest(_message.Message):
     CHECK_IN_FIELD_NUMBER: _builtins.int
     token: _builtins.str
     digest: _builtins.str
-    """SHA-256 of the uploaded update; empty for an evaluation."""
+    """SHA-256 of the uploaded update, or "b3:" and its BLAKE3 after an upload with such an id; empty for an evaluation."""
     num_examples: _builtins.float
     update: _builtins.bytes
     """The whole update, if it is small (wire.INLINE_BYTES); else the client must upload it before."""

@@ -24,21 +24,21 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x66\x65\x64plat/wire/v1/model.proto\x12\x0f\x66\x65\x64plat.wire.v1\"j\n\x05Value\x12\x14\n\nbool_value\x18\x01 \x01(\x08H\x00\x12\x13\n\tint_value\x18\x02 \x01(\x03H\x00\x12\x16\n\x0c\x64ouble_value\x18\x03 \x01(\x01H\x00\x12\x16\n\x0cstring_value\x18\x04 \x01(\tH\x00\x42\x06\n\x04kind\"?\n\x08ModelRef\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\"\x15\n\x05\x43hunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"+\n\x0bRetryWindow\x12\r\n\x05min_s\x18\x01 \x01(\x01\x12\r\n\x05max_s\x18\x02 \x01(\x01*\x89\x07\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x12\n\x0eREASON_NO_WORK\x10\x01\x12\x17\n\x13REASON_NOT_SELECTED\x10\x02\x12\x17\n\x13REASON_NOT_ELIGIBLE\x10\x03\x12\x13\n\x0fREASON_DRAINING\x10\x04\x12\x15\n\x11REASON_OVERLOADED\x10\x05\x12\x18\n\x14REASON_LIMIT_REACHED\x10\x06\x12\x18\n\x14REASON_TRAIN_TIMEOUT\x10\n\x12\x19\n\x15REASON_UPLOAD_TIMEOUT\x10\x0b\x12\x17\n\x13REASON_STEP_TIMEOUT\x10\x12\x12\x12\n\x0eREASON_SURPLUS\x10\x0c\x12\x1c\n\x18REASON_ATTEMPT_ABANDONED\x10\r\x12\x15\n\x11REASON_JOB_PAUSED\x10\x0e\x12\x18\n\x14REASON_JOB_CANCELLED\x10\x0f\x12\x10\n\x0cREASON_STALE\x10\x10\x12\x14\n\x10REASON_TOO_STALE\x10\x11\x12\x18\n\x14REASON_TRAINER_ERROR\x10\x14\x12\x1a\n\x16REASON_UNKNOWN_TRAINER\x10\x15\x12\x19\n\x15REASON_CLIENT_STOPPED\x10\x16\x12\x1a\n\x16REASON_TRANSFER_FAILED\x10\x17\x12\x18\n\x14REASON_UNKNOWN_CODEC\x10\x19\x12\x18\n\x14REASON_PRIVACY_LIMIT\x10\x1a\x12\x1d\n\x19REASON_UNSAFE_AGGREGATION\x10\x1b\x12\x14\n\x10REASON_KEYS_LOST\x10\x1c\x12\x12\n\x0eREASON_REVOKED\x10\x18\x12\x16\n\x12REASON_UNREACHABLE\x10\x1d\x12\x1a\n\x16REASON_REJECTED_SCHEMA\x10\x1e\x12\x1d\n\x19REASON_REJECTED_NONFINITE\x10\x1f\x12\x1a\n\x16REASON_REJECTED_WEIGHT\x10 \x12\x1a\n\x16REASON_REJECTED_DIGEST\x10!\x12\x1c\n\x18REASON_REJECTED_CONFLICT\x10\"\x12\x1b\n\x17REASON_REJECTED_METRICS\x10#\x12\x18\n\x14REASON_REJECTED_NORM\x10$\x12\x1b\n\x17REASON_REJECTED_OUTLIER\x10%\x12\x1b\n\x17REASON_REJECTED_MESSAGE\x10&b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x66\x65\x64plat/wire/v1/model.proto\x12\x0f\x66\x65\x64plat.wire.v1\"j\n\x05Value\x12\x14\n\nbool_value\x18\x01 \x01(\x08H\x00\x12\x13\n\tint_value\x18\x02 \x01(\x03H\x00\x12\x16\n\x0c\x64ouble_value\x18\x03 \x01(\x01H\x00\x12\x16\n\x0cstring_value\x18\x04 \x01(\tH\x00\x42\x06\n\x04kind\"O\n\x08ModelRef\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x62lake3\x18\x04 \x01(\t\"\x15\n\x05\x43hunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"+\n\x0bRetryWindow\x12\r\n\x05min_s\x18\x01 \x01(\x01\x12\r\n\x05max_s\x18\x02 \x01(\x01*\x89\x07\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x12\n\x0eREASON_NO_WORK\x10\x01\x12\x17\n\x13REASON_NOT_SELECTED\x10\x02\x12\x17\n\x13REASON_NOT_ELIGIBLE\x10\x03\x12\x13\n\x0fREASON_DRAINING\x10\x04\x12\x15\n\x11REASON_OVERLOADED\x10\x05\x12\x18\n\x14REASON_LIMIT_REACHED\x10\x06\x12\x18\n\x14REASON_TRAIN_TIMEOUT\x10\n\x12\x19\n\x15REASON_UPLOAD_TIMEOUT\x10\x0b\x12\x17\n\x13REASON_STEP_TIMEOUT\x10\x12\x12\x12\n\x0eREASON_SURPLUS\x10\x0c\x12\x1c\n\x18REASON_ATTEMPT_ABANDONED\x10\r\x12\x15\n\x11REASON_JOB_PAUSED\x10\x0e\x12\x18\n\x14REASON_JOB_CANCELLED\x10\x0f\x12\x10\n\x0cREASON_STALE\x10\x10\x12\x14\n\x10REASON_TOO_STALE\x10\x11\x12\x18\n\x14REASON_TRAINER_ERROR\x10\x14\x12\x1a\n\x16REASON_UNKNOWN_TRAINER\x10\x15\x12\x19\n\x15REASON_CLIENT_STOPPED\x10\x16\x12\x1a\n\x16REASON_TRANSFER_FAILED\x10\x17\x12\x18\n\x14REASON_UNKNOWN_CODEC\x10\x19\x12\x18\n\x14REASON_PRIVACY_LIMIT\x10\x1a\x12\x1d\n\x19REASON_UNSAFE_AGGREGATION\x10\x1b\x12\x14\n\x10REASON_KEYS_LOST\x10\x1c\x12\x12\n\x0eREASON_REVOKED\x10\x18\x12\x16\n\x12REASON_UNREACHABLE\x10\x1d\x12\x1a\n\x16REASON_REJECTED_SCHEMA\x10\x1e\x12\x1d\n\x19REASON_REJECTED_NONFINITE\x10\x1f\x12\x1a\n\x16REASON_REJECTED_WEIGHT\x10 \x12\x1a\n\x16REASON_REJECTED_DIGEST\x10!\x12\x1c\n\x18REASON_REJECTED_CONFLICT\x10\"\x12\x1b\n\x17REASON_REJECTED_METRICS\x10#\x12\x18\n\x14REASON_REJECTED_NORM\x10$\x12\x1b\n\x17REASON_REJECTED_OUTLIER\x10%\x12\x1b\n\x17REASON_REJECTED_MESSAGE\x10&b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'fedplat.wire.v1.model_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REASON']._serialized_start=290
-  _globals['_REASON']._serialized_end=1195
+  _globals['_REASON']._serialized_start=306
+  _globals['_REASON']._serialized_end=1211
   _globals['_VALUE']._serialized_start=48
   _globals['_VALUE']._serialized_end=154
   _globals['_MODELREF']._serialized_start=156
-  _globals['_MODELREF']._serialized_end=219
-  _globals['_CHUNK']._serialized_start=221
-  _globals['_CHUNK']._serialized_end=242
-  _globals['_RETRYWINDOW']._serialized_start=244
-  _globals['_RETRYWINDOW']._serialized_end=287
+  _globals['_MODELREF']._serialized_end=235
+  _globals['_CHUNK']._serialized_start=237
+  _globals['_CHUNK']._serialized_end=258
+  _globals['_RETRYWINDOW']._serialized_start=260
+  _globals['_RETRYWINDOW']._serialized_end=303
 # @@protoc_insertion_point(module_scope)

@@ -208,20 +208,24 @@ class ModelRef(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    BLAKE3_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     digest: _builtins.str
     """Lower-case hexadecimal SHA-256 of the whole safetensors file."""
     size_bytes: _builtins.int
+    blake3: _builtins.str
+    """"b3:" and the BLAKE3 of the file, by which a client that has it may check a download. Empty if it is not known."""
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
         digest: _builtins.str = ...,
         size_bytes: _builtins.int = ...,
+        blake3: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "size_bytes", b"size_bytes", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blake3", b"blake3", "digest", b"digest", "size_bytes", b"size_bytes", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -229,7 +233,7 @@ Global___ModelRef: _TypeAlias = ModelRef  # noqa: Y015
 
 @_typing.final
 class Chunk(_message.Message):
-    """A piece of a file; pieces are sent in order. Servers send pieces of 1 MiB."""
+    """A piece of a file; pieces are sent in order. Servers send pieces of at most 2 MiB."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -126,7 +126,8 @@ class PkiFolder:
         hosts, old = self.hosts(), self.authority()
         if len(read(self.ca)) > 1:
             raise ConfigError(
-                "the authority is already being replaced; finish that with: certificates rotate-ca --finish"
+                "the authority is already being replaced; finish that with: "
+                "fedplat-server certificates rotate-ca --finish"
             )
         new = Authority.new(now)
         trusted = certificate_pem(new.certificate) + certificate_pem(old.certificate)
@@ -143,7 +144,7 @@ class PkiFolder:
         """
         trusted = read(self.ca)
         if len(trusted) < 2:
-            raise ConfigError("there is no old authority to remove; begin with: certificates rotate-ca")
+            raise ConfigError("there is no old authority to remove; begin with: fedplat-server certificates rotate-ca")
         self._sign(self.authority(), self.hosts(), now)
         replace(self.ca, certificate_pem(trusted[0]), 0o644)
 
@@ -188,8 +189,12 @@ def read(path: Path) -> list[x509.Certificate]:
     """Read the certificates of a PEM file. Raises `ConfigError` if it is unreadable."""
     try:
         return x509.load_pem_x509_certificates(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError) as exc:
+        raise ConfigError(
+            f"{path} cannot be read: {exc.strerror}; check --data-dir, or create it: fedplat-server init"
+        ) from exc
     except OSError as exc:
-        raise ConfigError(f"{path} cannot be read: {exc.strerror}; fedplat-server init creates it") from exc
+        raise ConfigError(f"{path} cannot be read: {exc.strerror}; let the user of the server read it") from exc
     except ValueError as exc:
         raise ConfigError(f"{path} holds no certificates in PEM: {exc}") from exc
 

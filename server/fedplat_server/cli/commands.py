@@ -32,6 +32,7 @@ from fedplat_server.cli.options import (
     LogLevel,
     Spool,
     blob_place,
+    check_data_dir,
     check_database,
     database_url,
     format_options,
@@ -54,7 +55,7 @@ from fedplat_server.config import (
 )
 from fedplat_server.coordination import owner
 from fedplat_server.database import schema
-from fedplat_server.errors import ConfigError, SchemaVersionError
+from fedplat_server.errors import ConfigError
 from fedplat_server.messages import validation
 from fedplat_server.metrics.job_series import MAX_METRICS
 from fedplat_server.storage import ownership
@@ -66,18 +67,27 @@ typer.core.HAS_RICH = False  # else typer 0.20 escapes the brackets of plain hel
 # No panels: usage errors are plain lines, like all other errors.
 
 
+_HINT = re.compile(r"fedplat-server (init|run|pool run|certificates (renew|rotate-ca( --finish)?))(?=[ ;,)]|$)(?! --)")
+"""A command line in a message that has no options yet."""
+
+
 class _Commands(typer.core.TyperGroup):
-    """The commands; a message that asks for an upgrade repeats the options of the command line."""
+    """The commands; a message that names another one repeats the options of the command line."""
 
     @override
     def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
-        except SchemaVersionError as exc:
-            said, command, _ = str(exc).partition(schema.UPGRADE)
-            if (options := format_options(ctx)) and command:
-                raise SchemaVersionError(f"{said}{command}{options}") from exc
+        except errors.FedplatError as exc:
+            if options := format_options(ctx):
+                exc.args = (_repeat(str(exc), options),)
             raise
+
+
+def _repeat(message: str, options: str) -> str:
+    """Return a message whose command lines have these options."""
+    said, upgrade, _ = message.partition(schema.UPGRADE)
+    return f"{said}{upgrade}{options}" if upgrade else _HINT.sub(lambda found: found[0] + options, message)
 
 
 app = typer.Typer(
@@ -434,7 +444,7 @@ def upgrade(data_dir: DataDir = DEFAULT_DATA_DIR, database: Database = None) -> 
 
     Safe to repeat.
     """
-    url = database_url(data_dir, database)
+    url = database_url(data_dir, database, is_new=True)
     check_database(data_dir, url)
     protect(data_dir, url)
     before = schema.current(url)
@@ -469,8 +479,7 @@ def verify_(
     """
     from fedplat_server.cli import prune
 
-    if not data_dir.is_dir():
-        raise ConfigError(f"there is no data folder {data_dir}; set --data-dir to that of the daemon")
+    check_data_dir(data_dir)
     place, url = blob_place(data_dir, blobs), database_url(data_dir, database)
     identity = with_store(url, lambda store: owner.identify(store, url))
     for folder in {place.data_dir, place.data_dir if place.is_remote else place.folder}:

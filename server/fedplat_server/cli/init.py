@@ -7,12 +7,14 @@ import shlex
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fedplat.admin import profile
+from fedplat.errors import ProfileError
 from fedplat_server import config, errors
 from fedplat_server.auth import pki_folder, tls
 from fedplat_server.auth.pki_folder import PkiFolder
@@ -58,7 +60,7 @@ def init(
     Safe to repeat: what exists is kept.
     """
     pki_folder.all_hosts(host or [])  # raises before anything is made
-    url = database_url(data_dir, database)
+    url = database_url(data_dir, database, is_new=True)
     check_database(data_dir, url)
     protect(data_dir, url)
     folder = PkiFolder.of(data_dir.resolve())
@@ -67,8 +69,9 @@ def init(
     address = _address(host, port)
     operator_profile = profile_path or data_dir / "admin.toml"
     make_operator(operator_profile, url, address, folder)
-    shown = shlex.quote(str(operator_profile))
-    print(f"\nnext:\n  {start_command(host, port, url)}\n  fedplat --profile {shown} status")
+    print(f"\nnext:\n  {start_command(host, port, url)}")
+    if operator_profile.exists():
+        print(f"  fedplat --profile {shlex.quote(str(operator_profile))} status")
 
 
 def start_command(host: list[str] | None, port: int, url: str) -> str:
@@ -164,8 +167,13 @@ def add_operator(  # noqa: PLR0913 -- one parameter for each option of the comma
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="File for the profile. Default: stdout.")] = None,
     server: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Address of the server in the profile.")
-    ] = profile.DEFAULT_SERVER,
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Address of the server in the profile. Default: that in DATA_DIR/admin.toml, or else "
+            f"{profile.DEFAULT_SERVER}.",
+        ),
+    ] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Write a profile for a server that runs with --insecure.")
     ] = False,
@@ -178,13 +186,17 @@ def add_operator(  # noqa: PLR0913 -- one parameter for each option of the comma
     """
     if out is not None and out.exists():
         raise errors.ConfigError(f"{out} exists already and is not replaced; choose another --out")
-    expires_in_s = audit.parse_duration_s(expires) if expires is not None else None
+    try:
+        expires_in_s = audit.parse_duration_s(expires) if expires is not None else None
+    except errors.ConfigError as exc:
+        raise errors.ConfigError(f"--expires: {exc}") from exc
     record = new_operator(name, role, expires_in_s)
     ca = data_dir / "pki" / "ca.pem"
     trusted = profile.load_ca(ca) if ca.exists() and not insecure else ""
     token, _ = audit.new_operator_token()
     url = database_url(data_dir, database)
-    operator_profile = profile.Profile(server=server, token=token, ca=trusted, insecure=insecure)
+    address = server or _find_address(data_dir / "admin.toml")
+    operator_profile = profile.Profile(server=address, token=token, ca=trusted, insecure=insecure)
     if out is None:
         add_operator_to(url, record, token)
         sys.stdout.write(profile.dump(operator_profile))
@@ -196,6 +208,14 @@ def add_operator(  # noqa: PLR0913 -- one parameter for each option of the comma
         out.unlink(missing_ok=True)
         raise
     print(f"operator {name} ({record.role}) works with: fedplat --profile {out} status")
+
+
+def _find_address(path: Path) -> str:
+    """Return the address in the profile of the first operator; else the default one."""
+    try:
+        return profile.load(path).server
+    except ProfileError:
+        return profile.DEFAULT_SERVER
 
 
 @app.command("list")
@@ -210,8 +230,13 @@ def list_operators(data_dir: DataDir = DEFAULT_DATA_DIR, database: Database = No
 def remove_operator(name: NameArgument, data_dir: DataDir = DEFAULT_DATA_DIR, database: Database = None) -> None:
     """Remove an operator and revoke its token."""
     entry = audit.AuditEntry(audit.HOST, audit.AuditAction.OPERATOR_REMOVED, name)
-    with_store(database_url(data_dir, database), lambda store: store.operators.remove_operator(name, [entry]))
+    url = database_url(data_dir, database)
+    with_store(url, lambda store: store.operators.remove_operator(name, [entry]))
     print(f"operator {name} was removed")
+    if all(
+        record.role != audit.Role.ADMIN for record in with_store(url, lambda store: store.operators.list_operators())
+    ):
+        print(f"no admin is left; add one with: fedplat-server operator add NAME --role admin{repeat_options()}")
 
 
 def new_operator(name: str, role: str, expires_in_s: float | None = None) -> audit.OperatorRecord:
@@ -267,8 +292,8 @@ def renew_certificates(
     A running server loads them without a restart.
     """
     folder = PkiFolder.of(data_dir)
-    folder.renew(pki_folder.all_hosts(host) if host else folder.hosts(), tls.utc_now())
-    _note(database_url(data_dir, database), "renew", folder)
+    hosts = pki_folder.all_hosts(host) if host else folder.hosts()
+    _change(data_dir, database, "renew", lambda: folder.renew(hosts, tls.utc_now()))
     print(f"renewed {folder.files.certificate}; a running server uses it for new connections")
 
 
@@ -284,20 +309,24 @@ def rotate_ca(
     """
     folder = PkiFolder.of(data_dir)
     if finish:
-        folder.finish_rotation(tls.utc_now())
-        _note(database_url(data_dir, database), "rotate-ca --finish", folder)
+        _change(data_dir, database, "rotate-ca --finish", lambda: folder.finish_rotation(tls.utc_now()))
         print(f"removed the old authority; only clients and operators with the new {folder.ca} can connect")
         return
-    folder.rotate(tls.utc_now())
-    _note(database_url(data_dir, database), "rotate-ca", folder)
+    _change(data_dir, database, "rotate-ca", lambda: folder.rotate(tls.utc_now()))
     print(
         f"made a new authority; the old one is still trusted. Give the new {folder.ca} to operators and clients, "
         f"then run: fedplat-server certificates rotate-ca --finish{repeat_options()}"
     )
 
 
-def _note(url: str, command: str, folder: PkiFolder) -> None:
-    entry = audit.AuditEntry(
-        audit.HOST, audit.AuditAction.CERTIFICATES_CHANGED, command, {"hosts": ", ".join(folder.hosts())}
-    )
+def _change(data_dir: Path, database: str | None, command: str, change: Callable[[], object]) -> None:
+    """Change certificates and note it in the audit log; neither, if the database is another one or does not answer."""
+    folder = PkiFolder.of(data_dir)
+    folder.hosts()  # raises before the folder of a new database would be made
+    url = database_url(data_dir, database)
+    check_database(data_dir, url)
+    with_store(url, lambda store: store.audit.read_head())
+    change()
+    hosts = ", ".join(folder.hosts())
+    entry = audit.AuditEntry(audit.HOST, audit.AuditAction.CERTIFICATES_CHANGED, command, {"hosts": hosts})
     with_store(url, lambda store: store.audit.append([entry]))

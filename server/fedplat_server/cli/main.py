@@ -7,21 +7,22 @@ import signal
 import sys
 from types import FrameType
 
-from fedplat.command_output import checked_output
-from fedplat_server.storage.data_dir import PRIVATE_UMASK
-
 
 def main() -> None:
     """Run the command line of this process; an error is one clear line on stderr.
 
     Exit status: 0 success, 1 a failure that may be temporary, 2 a wrong command line or configuration.
     """
-    # Files are readable by this user only: the database, models, output of commands, and what evaluators, trainers
-    # and ranks write, whose processes inherit the mask.
-    os.umask(PRIVATE_UMASK)
     # The first process of a container would ignore SIGTERM until the daemon has installed its handler.
     signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
+        # Here, since Ctrl-C may come before the imports are done.
+        from fedplat.command_output import checked_output
+        from fedplat_server.storage.data_dir import PRIVATE_UMASK
+
+        # Files are readable by this user only: the database, models, output of commands, and what evaluators, trainers
+        # and ranks write, whose processes inherit the mask.
+        os.umask(PRIVATE_UMASK)
         with checked_output("fedplat-server"):
             sys.exit(_run())
     except KeyboardInterrupt:

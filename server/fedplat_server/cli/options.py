@@ -152,20 +152,31 @@ JsonLog = Annotated[
 _T = TypeVar("_T")
 
 
-def database_url(data_dir: Path, database: str | None) -> str:
-    """Return the URL or the path of the database; create the data folder if the database is in it.
+def database_url(data_dir: Path, database: str | None, *, is_new: bool = False) -> str:
+    """Return the URL or the path of the database; create the data folder if a database that may be new is in it.
 
-    Raises `ConfigError` if it would be a new one, for or in a data folder that has models or updates of another one.
+    Raises `ConfigError` if there is no folder for one that must be there, or if it would be a new one, for or in a data
+    folder that has models or updates of another one.
     """
     if database is None:
         _check_text(str(data_dir.resolve()), "--data-dir")
-        folder.make(data_dir)
+        if is_new:
+            folder.make(data_dir)
+        check_data_dir(data_dir)
         database = str(data_dir.resolve() / "fedplat.sqlite")
     path = engine.sqlite_path(engine.async_url(_check_text(database, "--database")))
     if path is not None and not path.exists():
         for each in {data_dir.resolve(), path.resolve().parent}:
             ownership.check_new_database(each, engine.describe(str(path.resolve())))
     return database
+
+
+def check_data_dir(data_dir: Path) -> None:
+    """Raise `ConfigError` if there is no data folder."""
+    if not data_dir.is_dir():
+        raise ConfigError(
+            f"there is no data folder {data_dir}; set --data-dir to that of the daemon, or make it: fedplat-server init"
+        )
 
 
 def check_database(data_dir: Path, url: str) -> None:

@@ -15,11 +15,19 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
 
-from fedplat_server.cli.options import DEFAULT_DATA_DIR, Blobs, Database, DataDir, blob_place, database_url
+from fedplat_server.cli.options import (
+    DEFAULT_DATA_DIR,
+    Blobs,
+    Database,
+    DataDir,
+    blob_place,
+    check_data_dir,
+    database_url,
+)
 from fedplat_server.coordination import owner, retention
 from fedplat_server.database.engine import async_url
 from fedplat_server.database.store import open_store
-from fedplat_server.errors import ConfigError
+from fedplat_server.errors import ConfigError, FolderInUseError
 from fedplat_server.records import audit
 from fedplat_server.storage import data_dir as folder
 from fedplat_server.storage.blob_stores import BlobPlace
@@ -58,8 +66,7 @@ def prune_(  # noqa: PLR0913 -- one parameter for each option of the command lin
     Applies the [retention] of the jobs and the limits in these options. Rows of versions, rounds, the ledger and the
     audit log are kept. With PostgreSQL a daemon may be running.
     """
-    if not data_dir.is_dir():
-        raise ConfigError(f"there is no data folder {data_dir}; set --data-dir to that of the daemon")
+    check_data_dir(data_dir)
     limits = _limits(older_than, keep_versions, clients_unseen_for)
     if as_json and not (dry_run or yes):
         raise ConfigError("--json does not ask for confirmation: add --dry-run or --yes")
@@ -108,7 +115,7 @@ def _lock_data_dir(data_dir: Path, url: str) -> Generator[bool]:
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(folder.lock_data_dir(data_dir, shared=False))
-        except ConfigError:
+        except FolderInUseError:
             if async_url(url).get_backend_name() == "sqlite":
                 raise ConfigError(
                     f"a fedplat-server is running on {data_dir}, and no other process may write to its SQLite "

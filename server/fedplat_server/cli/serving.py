@@ -202,7 +202,7 @@ def dev(  # noqa: PLR0913 -- one parameter for each option of the command line
         options.parse_host(dashboard, "--dashboard")
     with data_folder.lock_data_dir(data_dir.resolve(), shared=False):
         PortReservation(listen, "--listen", shared=False).release()
-        url = options.database_url(data_dir, None)
+        url = options.database_url(data_dir, None, is_new=True)
         options.protect(data_dir, url)
         folder = PkiFolder.of(data_dir.resolve())
         make_certificates(folder, ["localhost"], url)

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import math
 import secrets
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Sequence
@@ -35,12 +36,17 @@ from fedplat_server.errors import (
     ParticipationError,
     StaleRevisionError,
     StoreError,
+    StoreFullError,
     StoreUnavailableError,
 )
 from fedplat_server.records.audit import AuditEntry
 
 Result = TypeVar("Result")
 MAX_BATCH = 1000
+NO_ANSWER = "the server's database does not answer"
+FULL = "the disk of the server's database is full"
+LOG_EVERY_S = 60.0
+"""The interval of lines about a database that still stores nothing, which is tried twice a second."""
 
 
 def new_rng() -> np.random.Generator:
@@ -126,6 +132,9 @@ class Runner:
         self._timers: dict[str, Timer] = {}
         self._ended: BaseException | None = None
         self._doubt: StoreUnavailableError | None = None
+        self._problem_since = -math.inf
+        self.problem = ""
+        """Why the last changes could not be stored; empty if they were."""
 
     @property
     def now(self) -> float:
@@ -253,6 +262,9 @@ class Runner:
             self.coordinator.reject(proposal)
             await self._on_refused(batch, actor, exc)
             return
+        if proposal.changes and self.problem:
+            logs.get().info("the database stores changes again")
+            self.problem = ""
         self.coordinator.accept(proposal)
         self._answer(batch, proposal)
         actor.on_stored(proposal.changes)
@@ -272,7 +284,7 @@ class Runner:
         self, proposal: Proposal, save_id: str, batch: list[_Item], exc: StoreUnavailableError, rng: np.random.Generator
     ) -> bool:
         """Query the database until it answers whether the changes were stored. Meanwhile callers receive the error."""
-        logs.get().error("the database does not answer", events=len(batch), error=str(exc))
+        self._note_problem(batch, exc)
         self._doubt = exc
         waiting = list(self._queue)
         self._queue.clear()
@@ -285,8 +297,16 @@ class Runner:
         pauses = retries.grow_pauses(self._store_retry_s, rng)
         last = await retries.retry(find, StoreUnavailableError, pauses)
         self._doubt = None
-        logs.get().info("the database answers again", saved=last == save_id)
+        logs.get().debug("the database answers again", saved=last == save_id)
         return last == save_id
+
+    def _note_problem(self, batch: list[_Item], exc: StoreUnavailableError) -> None:
+        """Keep the reason, and log it."""
+        name = FULL if isinstance(exc, StoreFullError) else NO_ANSWER
+        if name != self.problem or self.now - self._problem_since >= LOG_EVERY_S:
+            logs.get().error(name, events=len(batch), error=str(exc))
+            self._problem_since = self.now
+        self.problem = name
 
     async def _on_refused(self, batch: list[_Item], actor: Actor, exc: StoreError) -> None:
         if isinstance(exc, StaleRevisionError):

@@ -27,7 +27,15 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from fedplat_server import crash_points, errors
-from fedplat_server.database.engine import WRITES, async_url, create_engine, sqlite_path, translate_errors
+from fedplat_server.database.engine import (
+    WRITES,
+    async_url,
+    check_readable,
+    create_engine,
+    show,
+    sqlite_path,
+    translate_errors,
+)
 from fedplat_server.database.tables import database_identity, schema_compatibility
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
@@ -111,7 +119,7 @@ async def _upgrade(url: URL) -> SchemaState:
             return await _try_upgrade(engine, url)
         except _LockedError as exc:
             raise errors.StoreUnavailableError(
-                f"the database {url.render_as_string(hide_password=True)} was not changed: other transactions, such as "
+                f"the database {show(url)} was not changed: other transactions, such as "
                 f"those of a backup, kept a table locked during {MAX_TRIES} tries ({exc}); see pg_stat_activity, and "
                 "run the upgrade again when they have ended"
             ) from exc
@@ -143,7 +151,7 @@ async def require_usable(url: URL) -> None:
     if is_usable(state, head()):
         return
     _refuse_unknown(state, url)
-    shown = url.render_as_string(hide_password=True)
+    shown = show(url)
     found = f"is at schema {state.revision}" if state.revision is not None else "is empty"
     check = "check --database (or FEDPLAT_DATABASE); for a new one " if state.revision is None else ""
     raise errors.SchemaVersionError(
@@ -158,6 +166,8 @@ async def _read(url: URL) -> SchemaState:
         if not path.parent.is_dir():
             raise errors.StoreUnavailableError(f"the database {path}: there is no folder {path.parent}")
         return SchemaState(None, None)
+    if path is not None:
+        check_readable(path)
     with translate_errors(url):
         engine = create_engine(url)
         try:
@@ -202,7 +212,7 @@ def _refuse_unknown(found: SchemaState, url: URL) -> None:
     try:
         ScriptDirectory.from_config(config()).get_revision(found.revision)
     except CommandError as exc:
-        shown = url.render_as_string(hide_password=True)
+        shown = show(url)
         if found.revision < head():
             raise errors.SchemaVersionError(
                 f"the database {shown} is at schema {found.revision}, which belongs to no release, so this version "

@@ -151,7 +151,7 @@ class OperatorStore:
                 found = [_operator(row) for row in connection.execute(admins)]
                 require_another_admin(found, name, self._clock())
             if connection.execute(operators.delete().where(operators.c.name == name)).rowcount != 1:
-                raise OperatorError(f"there is no operator {name}")
+                raise OperatorError(f"there is no operator {name}; operator list shows their names")
             append_events(connection, [removed], self._clock())
             append_entries(connection, audit, self._clock())
 

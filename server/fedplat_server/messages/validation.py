@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Mapping
 
 from fedplat import texts, wire
+from fedplat.wire import digests
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.config import Limits
 from fedplat_server.errors import Code, RefusedError
@@ -67,11 +68,22 @@ def digest(text: str) -> str:
     return text
 
 
+def update_digest(text: str) -> str:
+    """Return the digest of an update, which may be one of BLAKE3."""
+    return _known_kind(text) if digests.is_digest(text) else digest(text)
+
+
 def upload_id(text: str) -> str:
     """Return the id of an upload whose digest follows its bytes."""
     if not files.is_upload_id(text):
         raise RefusedError(Code.INVALID_REQUEST, "an upload_id must be 32 lower-case hexadecimal digits")
-    return text
+    return _known_kind(text)
+
+
+def _known_kind(name: str) -> str:
+    if digests.kind_of(name) and not digests.has_blake3():
+        raise RefusedError(Code.INVALID_REQUEST, "this server does not have BLAKE3; send an update with a SHA-256")
+    return name
 
 
 def upload_name(request: fleet_pb2.UploadHeader | fleet_pb2.QueryUploadRequest) -> str:

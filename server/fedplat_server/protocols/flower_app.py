@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -45,7 +44,12 @@ class FlowerAppHalf(ServerHalf):
 
     @override
     async def validator(self, job: JobState, assignment: Assignment, base: Path) -> Validate:
-        return functools.partial(report_validation.validate_message, array_types=require_flower(job.spec).array_types)
+        array_types = require_flower(job.spec).array_types
+        return lambda update, _: report_validation.validate_message(update, array_types)
+
+    @override
+    async def running_norm(self, job: JobState) -> None:
+        return None  # the arrays of a reply are those of the app, not of a version
 
     @override
     def stores_rows(self, job: JobState) -> bool:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing_extensions import override
 from fedplat import aggregate, report_validation
 from fedplat.codecs import container
 from fedplat.job import JobSpec
+from fedplat.model.running_norm import RunningNorm
 from fedplat.rounds import Assignment, AttemptKey, Change, JobState, Verdict, commands, privacy_rules, states
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
 from fedplat_server.aggregation import backend
@@ -42,10 +42,12 @@ from fedplat_server.training.server_training import ServerTraining
 from fedplat_server.workers.client import WorkerPool
 from fedplat_server.workers.task_inputs import AttemptInputs
 
-Validate = Callable[[Path], float | Verdict | None]
-"""A function that returns the norm of the update in a file, or its refusal. None: it is masked, and has no norm."""
+Validate = Callable[[Path, RunningNorm | None], float | Verdict | None]
+"""A function that returns the norm of the update in a file, or its refusal. None: it is masked, and has no norm.
+
+It also gets what has measured the file while it arrived, if anything has (`ServerHalf.running_norm`)."""
 ValidateSmall = Callable[[bytes], float | Verdict]
-"""The same for an update in memory, which takes so little time that no thread is needed."""
+"""A function that returns the norm of a small update in memory, or its refusal. No thread is needed for it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,13 +102,19 @@ class ServerHalf:
 
     async def validator(self, job: JobState, assignment: Assignment, base: Path) -> Validate:
         """Return the function that validates the file of an update; `base` is that of the job's latest version."""
-        return functools.partial(report_validation.validate_file, base=base, codec=job.spec.compression.uplink)
+        codec = job.spec.compression.uplink
+        return lambda update, running: report_validation.validate_file(update, base, codec, running)
+
+    async def running_norm(self, job: JobState) -> RunningNorm | None:
+        """Return what measures an update of a job while it arrives, so that its report need not read it again."""
+        async with self._parts.blobs.local(job.latest.digest) as (base,):
+            return report_validation.running_norm(base, job.spec.compression.uplink)
 
     def small_validator(self, job: JobState, base: Path) -> ValidateSmall | None:
         """Return the function that validates an update of a small model; None if only `validator` has one."""
         if job.spec.compression.uplink is not None:  # its codec may be that of a plugin
             return None
-        return functools.partial(report_validation.validate_content, base=base)
+        return lambda update: report_validation.validate_content(update, base)
 
     def stores_rows(self, job: JobState) -> bool:
         """Return whether small updates and models may be rows of the database, which its backups and logs then have.

@@ -111,7 +111,11 @@ class SecureHalf(StepsHalf[fleet_pb2.SecureMessage]):
     @override
     async def validator(self, job: JobState, assignment: Assignment, base: Path) -> Validate:
         setup = await self._secure.setup(job, assignment.key)
-        return functools.partial(report_validation.validate_masked, setup=setup)
+        return lambda update, _: report_validation.validate_masked(update, setup)
+
+    @override
+    async def running_norm(self, job: JobState) -> None:
+        return None  # masked
 
     @override
     def stores_rows(self, job: JobState) -> bool:

@@ -14,6 +14,7 @@ from typing_extensions import override
 from fedplat import rounds, wire
 from fedplat.rounds import AssignmentId, JobState, ModelVersion, commands, events, states
 from fedplat.rounds.privacy_rules import disclosure_of
+from fedplat.wire import digests
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc
 from fedplat_server import __version__, config, errors, logs
 from fedplat_server.auth.client_directory import Offer
@@ -68,7 +69,11 @@ class AssignmentMessages:
             traceparent=ids.traceparent(assignment, spec.num_wanted) if self._is_tracing else "",
             digest_last=True,
             check_in_with_report=True,
+            blake3=digests.has_blake3(),
+            num_rounds=spec.rounds,
         )
+        if not model_bytes:
+            message.model.blake3 = self._models.blobs.find_blake3(model.digest)
         message.MergeFrom(self._halves.of(job, command.kind).make_task(spec))
         message.MergeFrom(await self._halves.training_of(job.spec).set_up(job, command.key))
         return message

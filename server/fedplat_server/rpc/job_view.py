@@ -240,7 +240,8 @@ class ProgressEvents:
             return None
         attempt = self._coordinator.jobs[self._job_id].open_attempt
         start = self._describe_start(attempt)
-        is_waiting = attempt is not None and (attempt.phase is AttemptPhase.SELECTING or bool(start))
+        problem = self._view.runner.problem
+        is_waiting = attempt is not None and (attempt.phase is AttemptPhase.SELECTING or bool(start or problem))
         if not is_waiting and now < self._progress_due_at:
             self._due_at = self._progress_due_at
             return None
@@ -257,9 +258,9 @@ class ProgressEvents:
         )
         if (waits := self._view.find_wait(attempt)) is not None:
             event.waiting.CopyFrom(waits)
-        if start:
-            event.reason = start
-            return event if self._is_new(attempt.key.round, start) else None
+        if reason := f"nothing can be stored: {problem}; see fedplat status" if problem else start:
+            event.reason = reason
+            return event if self._is_new(attempt.key.round, reason) else None
         return self._describe_waiting(event, attempt) if is_waiting else self._add_progress(event, attempt)
 
     def _describe_start(self, attempt: Attempt | None) -> str:

@@ -67,24 +67,27 @@ class ReportIntake:
 
         Raises `RefusedError`.
         """
-        refusal = self._half_of(assignment).judge(self.finder.job_of(assignment), assignment)
+        job, half = self.finder.job_of(assignment), self._half_of(assignment)
+        refusal = half.judge(job, assignment)
         if not refusal.accepted:
             await self._reject(assignment, refusal)
             raise errors.RefusedError(errors.Code.STALE_ASSIGNMENT, refusal.text)
-        await self._check_size(assignment, header.size_bytes)
+        limit = await self._check_size(assignment, header.size_bytes)
         started = await self.runner.submit(events.UploadStarted(*assignment.id))
         if not started.accepted:
             raise errors.RefusedError(errors.Code.STALE_ASSIGNMENT, started.text or started.reason or "")
+        norm = await half.running_norm(job)
         size_bytes = min(max(header.size_bytes - header.offset, 0), streams.UPLOAD_BYTES)
+        size_bytes += norm.memory_bytes if norm is not None else 0
 
         async def contents() -> AsyncIterator[durable.Bytes]:
             async for part in messages:
-                await self._count_bytes(assignment, len(part.data))
+                await self._count_bytes(assignment, limit, len(part.data))
                 yield part.data
 
         async with self.memory.uploads.share(size_bytes):
             is_busy = functools.partial(self._is_busy, assignment)
-            open_upload = functools.partial(self.spool.open, assignment.id)
+            open_upload = functools.partial(self.spool.open, assignment.id, norm=norm)
             return await streams.receive(open_upload, header, contents(), is_busy)
 
     async def count_received(self, assignment: Assignment, name: str) -> int:
@@ -139,11 +142,11 @@ class ReportIntake:
 
         None if the assignment has ended since and the update was deleted: the coordinator then returns the verdict.
         """
-        validation.digest(request.digest)
+        validation.update_digest(request.digest)
         if request.upload_id:
             validation.upload_id(request.upload_id)
         if request.update:
-            await self._count_bytes(assignment, len(request.update))
+            await self._count_bytes(assignment, await self._size_limit(assignment), len(request.update))
         job = self.finder.job_of(assignment)
         try:
             async with self.blobs.local(job.latest.digest) as (base,):
@@ -195,16 +198,17 @@ class ReportIntake:
             verdict = await self._reject(assignment, Verdict(states.Reason.REJECTED_SCHEMA, str(exc)))
             raise errors.RefusedError(errors.Code.STALE_ASSIGNMENT, verdict.text) from exc
 
-    async def _check_size(self, assignment: Assignment, size_bytes: int) -> None:
+    async def _check_size(self, assignment: Assignment, size_bytes: int) -> int:
+        """Refuse a size above the limit, which is returned."""
         limit = await self._size_limit(assignment)
         if size_bytes > limit:
             text = f"the update has {size_bytes} bytes; at most {limit} are accepted for this model"
             await self._reject(assignment, Verdict(states.Reason.REJECTED_SCHEMA, text))
             raise errors.RefusedError(errors.Code.TOO_LARGE, text)
+        return limit
 
-    async def _count_bytes(self, assignment: Assignment, num_bytes: int) -> None:
+    async def _count_bytes(self, assignment: Assignment, limit: int, num_bytes: int) -> None:
         """Count the bytes that a client sends for an attempt, including repetitions; beyond the quota, end it."""
-        limit = await self._size_limit(assignment)
         try:
             self.quotas.upload(assignment.client_id, assignment.key, limit, num_bytes)
         except errors.RefusedError as exc:
@@ -288,7 +292,7 @@ def receive_update(
         raise errors.RefusedError(errors.Code.UPLOAD_INCOMPLETE, text)
     try:
         try:
-            norm = validate(path)
+            norm = validate(path, spool.find_norm(key, digest))
         except FileNotFoundError as exc:  # just deleted, because the assignment has ended
             raise errors.RefusedError(errors.Code.UPLOAD_INCOMPLETE, "the assignment has ended") from exc
         if isinstance(norm, Verdict):

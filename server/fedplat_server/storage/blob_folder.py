@@ -276,7 +276,7 @@ class BlobFolder(BlobBackend):
     def list_sizes(self) -> Mapping[str, int]:
         sizes: dict[str, int] = {}
         with files.translate_os_errors("listing the blobs"):
-            for path in self._folder.glob("??/??/*"):
+            for path in files.match(self._folder, "??/??/*"):
                 if files.is_digest(path.name):
                     with contextlib.suppress(FileNotFoundError):
                         sizes[path.name] = path.stat().st_size

@@ -14,13 +14,16 @@ import copy
 import dataclasses
 import hashlib
 import os
+import threading
 import uuid
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
 from fedplat import durable
+from fedplat.wire import digests
 from fedplat_server import crash_points, logs
 from fedplat_server.instruments import Instruments
 from fedplat_server.storage import blob_folder, files, ownership
@@ -47,6 +50,7 @@ class BlobStore:
         self._sync_duration = instruments.blob_duration.labels("fsync", "folder")
         self.made: list[str] = []
         self.contents: dict[str, bytes] = {}
+        self._other_digests = _OtherDigests()
         self._row_bytes = 0
         self._unsettled = blob_folder.UnsettledBlobs()
         self._fetches: dict[str, asyncio.Future[Path]] = {}
@@ -133,6 +137,7 @@ class BlobStore:
                 if writer.held is None and self._backend.needs_sync:
                     with self._sync_duration.time(), crash_points.step("blob.fsync"):
                         writer.sync()
+            self._other_digests.note(writer)
             if writer.held is None:
                 self._move_in(path, writer.blob.digest)
             else:
@@ -203,6 +208,10 @@ class BlobStore:
         The copy is kept for a minute at least.
         """
         return self._backend.fetch(digest)
+
+    def find_blake3(self, digest: str) -> str:
+        """Return the BLAKE3 of a blob (`fedplat.wire.digests`) that this process has written lately; else ""."""
+        return self._other_digests.find(digest)
 
     def exists(self, digest: str) -> bool:
         """Return whether a blob exists, once a removal of it that is in progress has ended."""
@@ -295,6 +304,7 @@ def _read_parts(path: Path) -> Iterator[bytes]:
             yield part
 
 
+_NUM_OTHER_DIGESTS = 1000
 _MIN_THREAD_BYTES = 1 << 16
 """The smallest chunk for which hashing in a thread during the write is faster than hashing afterwards."""
 
@@ -319,6 +329,7 @@ class BlobWriter:
         self.held: bytearray | None = bytearray() if held_bytes else None
         self._descriptor = -1
         self._digest = hashlib.sha256()
+        self._blake3 = digests.UpdateHash(digests.BLAKE3) if digests.has_blake3() else None
         self._size_bytes = 0
         self._writeback = files.Writeback()
         self._hasher = ThreadPoolExecutor(1, "hash a blob")
@@ -339,7 +350,7 @@ class BlobWriter:
         if self.held is not None:
             if self._size_bytes + size_bytes <= self._held_bytes:
                 self.held += chunk
-                self._digest.update(chunk)
+                self._hash(chunk)
                 self._size_bytes += size_bytes
                 return
             self._descriptor = durable.create(self._path)
@@ -347,15 +358,20 @@ class BlobWriter:
             self.held = None
         if size_bytes < _MIN_THREAD_BYTES:
             durable.write_all(self._descriptor, chunk)
-            self._digest.update(chunk)
+            self._hash(chunk)
         else:
-            hashing = self._hasher.submit(self._digest.update, chunk)
+            hashing = self._hasher.submit(self._hash, chunk)
             try:
                 durable.write_all(self._descriptor, chunk)
             finally:
                 hashing.result()
         self._size_bytes += size_bytes
         self._writeback.on_written(self._descriptor, self._size_bytes)
+
+    def _hash(self, chunk: durable.Bytes) -> None:
+        self._digest.update(chunk)
+        if self._blake3 is not None:
+            self._blake3.update(chunk)
 
     def sync(self) -> None:
         """Make the file durable. Raises `OSError`."""
@@ -365,6 +381,30 @@ class BlobWriter:
     def blob(self) -> Blob:
         """The digest and size of the bytes written so far."""
         return Blob(self._digest.hexdigest(), self._size_bytes)
+
+    @property
+    def blake3(self) -> str:
+        """The BLAKE3 of the bytes written so far (`fedplat.wire.digests`); "" if this process does not have it."""
+        return self._blake3.digest if self._blake3 is not None else ""
+
+
+class _OtherDigests:
+    """The BLAKE3 of blobs by their SHA-256, of those that were written last. Threads may use it."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, str] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def note(self, writer: BlobWriter) -> None:
+        if writer.blake3:
+            with self._lock:
+                self._known[writer.blob.digest] = writer.blake3
+                if len(self._known) > _NUM_OTHER_DIGESTS:
+                    self._known.popitem(last=False)
+
+    def find(self, digest: str) -> str:
+        with self._lock:
+            return self._known.get(digest, "")
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 from fedplat import forks
-from fedplat_server.errors import ConfigError
+from fedplat_server.errors import ConfigError, FolderInUseError
 
 PRIVATE_UMASK = 0o077
 _OTHERS = 0o077
@@ -73,7 +73,7 @@ def _close(path: Path) -> str:
 def lock_data_dir(folder: Path, *, shared: bool) -> Generator[None]:
     """Lock a data folder, which is created if needed: exclusively, or shared with other daemons of the same database.
 
-    Raises `ConfigError` if another process holds a conflicting lock.
+    Raises `FolderInUseError` if another process holds a conflicting lock, and `ConfigError` if the lock has no place.
     """
     make(folder)
     try:
@@ -84,7 +84,7 @@ def lock_data_dir(folder: Path, *, shared: bool) -> Generator[None]:
         try:
             fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError as exc:
-            raise ConfigError(
+            raise FolderInUseError(
                 f"another fedplat-server uses {folder}; stop it, or choose another folder with --data-dir. "
                 "(Several daemons may share a folder if they share a PostgreSQL database: FEDPLAT_DATABASE or "
                 "--database)"

@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fnmatch
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Iterator
 from pathlib import Path
 
+from fedplat.wire import digests
 from fedplat_server import errors, logs
 from fedplat_server.instruments import Place, note_full
 
@@ -25,7 +27,7 @@ WRITEBACK_BYTES = 8 << 20
 _SYNC_FILE_RANGE_WRITE = 2  # <linux/fs.h>
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_UPLOAD_ID = re.compile(r"[0-9a-f]{32}")
+_UPLOAD_ID = re.compile(f"(?:{digests.BLAKE3})?[0-9a-f]{{32}}")
 
 
 def is_digest(text: str) -> bool:
@@ -34,8 +36,13 @@ def is_digest(text: str) -> bool:
 
 
 def is_upload_id(text: str) -> bool:
-    """Return whether a text names an upload whose digest is not known yet: half as many such digits."""
+    """Return whether a text names an upload whose digest is not known yet: half as many digits, perhaps after `b3:`."""
     return _UPLOAD_ID.fullmatch(text) is not None
+
+
+def names_update(text: str) -> bool:
+    """Return whether a text is the digest of an update, or the id of its upload."""
+    return digests.is_digest(text) or is_upload_id(text)
 
 
 @contextlib.contextmanager
@@ -45,7 +52,8 @@ def translate_os_errors(doing: str, place: Place = "models") -> Generator[None]:
         yield
     except OSError as exc:
         if exc.errno not in _FULL:
-            raise errors.BlobError(f"{doing} failed: {exc}") from exc
+            hint = "; let the user of the server read and write it" if isinstance(exc, PermissionError) else ""
+            raise errors.BlobError(f"{doing} failed: {exc}{hint}") from exc
         note_full(place)
         raise errors.BlobFullError(f"{doing} failed: {exc}") from exc
 
@@ -64,7 +72,24 @@ def list_files(folder: Path) -> list[Path]:
 def find_digests(folder: Path, *patterns: str) -> frozenset[str]:
     """Return the names that are digests, or hashes of names, among the files and folders that match the patterns."""
     with translate_os_errors(f"listing {folder}"):
-        return frozenset(path.name for each in patterns for path in folder.glob(each) if is_digest(path.name))
+        return frozenset(path.name for each in patterns for path in match(folder, each) if is_digest(path.name))
+
+
+def match(folder: Path, pattern: str) -> Iterator[Path]:
+    """Yield the paths in a folder that match a pattern, as `Path.glob` does.
+
+    Raises `OSError` for a folder that cannot be listed, which `Path.glob` would take for an empty one.
+    """
+    first, _, rest = pattern.partition("/")
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for name in fnmatch.filter(names, first):
+        if rest:
+            yield from match(folder / name, rest)
+        else:
+            yield folder / name
 
 
 class Writeback:

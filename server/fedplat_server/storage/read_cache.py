@@ -21,8 +21,10 @@ from fedplat_server import errors, logs
 from fedplat_server.storage import files
 from fedplat_server.storage.blobs import BlobStore
 
-NUM_CHUNKS = 16
-"""The number of chunks that are kept in memory."""
+NUM_CHUNKS = 8
+"""The number of chunks that are kept in memory: at most 16 MiB."""
+FAST_CHUNK_S = 0.5
+"""If a chunk was sent within this time, the next one has twice the size."""
 NUM_INLINE_MODELS = 64
 """The number of small models that are kept in memory: at most 4 MiB. Each open attempt needs one."""
 Key = TypeVar("Key", bound=Hashable)
@@ -53,24 +55,32 @@ class CoalescingCache(Generic[Key]):
 
 
 class Chunks:
-    """A cache of the chunks that were read last; for one event loop."""
+    """A cache of the chunks that were read last; for one event loop.
+
+    A chunk has `chunk_bytes`, or twice as many where the line is fast: those are cheaper for both ends.
+    """
 
     def __init__(self, chunk_bytes: int = wire.CHUNK_BYTES, num_kept: int = NUM_CHUNKS) -> None:
         self._chunk_bytes = chunk_bytes
-        self._reads: CoalescingCache[tuple[Path, int]] = CoalescingCache(num_kept)
+        self._reads: CoalescingCache[tuple[Path, int, int]] = CoalescingCache(num_kept)
 
     async def messages(self, path: Path, offset: int, size_bytes: int) -> AsyncGenerator[bytes]:
         """Yield a file from an offset to its end as messages `Chunk`. Raises `BlobError` if it cannot be read.
 
-        All chunks but the first begin at multiples of the chunk size, so that resumed downloads share them too.
+        All chunks but the first begin at multiples of the chunk size, large ones at odd multiples, so that resumed
+        downloads share them too. The first chunk of a call is not a large one: on a slow line, it must arrive before
+        the line breaks.
         """
+        clock, small = asyncio.get_running_loop().time, self._chunk_bytes
+        length = small
         while offset < size_bytes:
-            start = offset - offset % self._chunk_bytes
-            end = min(start + self._chunk_bytes, size_bytes)
-            if offset == start:
-                yield await self._reads.get((path, start), functools.partial(_read, path, start, end))
-            else:
-                yield await asyncio.to_thread(_read, path, offset, end)
+            end = min(offset + length - (offset + small) % length, size_bytes)
+            read = functools.partial(_read, path, offset, end)
+            is_shared = offset % small == 0
+            message = await (self._reads.get((path, offset, end), read) if is_shared else asyncio.to_thread(read))
+            began = clock()
+            yield message
+            length = 2 * small if clock() - began < FAST_CHUNK_S else small
             offset = end
 
 

@@ -44,6 +44,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from fedplat import durable
+from fedplat.model.running_norm import RunningNorm
 from fedplat.rounds import AssignmentId, AttemptKey, Change
 from fedplat.rounds.closing import needs_update
 from fedplat_server import crash_points, logs
@@ -56,6 +57,7 @@ from fedplat_server.storage.spool_file import (
     OpenUpload,
     RowFile,
     SpoolFile,
+    hash_update,
     name_attempt,
     name_update,
     resume_upload,
@@ -71,10 +73,9 @@ _T = TypeVar("_T")
 
 
 class Spool:
-    """The updates of all jobs, in a folder that is created if it does not exist.
+    """The updates of all jobs, in a folder that is created if it does not exist. Its default `backend` is the folder.
 
-    Updates of jobs for which `in_memory(job_id)` returns True are in memory. Without a `backend` the folder makes
-    updates durable.
+    Updates of jobs for which `in_memory(job_id)` returns True are in memory.
     """
 
     def __init__(
@@ -175,21 +176,20 @@ class Spool:
             return file.received
 
     def open(
-        self, key: AssignmentId, name: str, size_bytes: int, offset: int, limit_bytes: int | None = None
+        self, key: AssignmentId, name: str, size_bytes: int, offset: int, norm: RunningNorm | None = None
     ) -> OpenUpload:
         """Resume or start an upload. An upload with another name is discarded; another writer is fenced.
 
-        `name` is the update's digest, or the client's `upload_id` if the digest follows the bytes (`complete`).
-        Raises `UploadError` if the assignment has ended, if the declared size exceeds the limit, if the upload did not
-        stop at `offset`, or if an update with another name was sealed for this assignment.
+        `name` is the update's digest, or the client's `upload_id` if the digest follows the bytes (`complete`). `norm`
+        measures the bytes while they arrive (`find_norm`).
+        Raises `UploadError` if the assignment has ended, if the upload did not stop at `offset`, or if an update with
+        another name was sealed for this assignment.
         """
-        if not (files.is_digest(name) or files.is_upload_id(name)):
+        if not files.names_update(name):
             raise UploadError(f"{name[:100]!r} is not a digest: expected 64 lowercase hexadecimal digits")
-        if size_bytes < 0 or (limit_bytes is not None and size_bytes > limit_bytes):
-            raise UploadError(f"{size_bytes} bytes were declared; at most {limit_bytes} are accepted")
         file = self._find(key, name) or self._replace(key, name)
         with files.translate_os_errors("opening an upload", "updates"):
-            return resume_upload(file, size_bytes, offset, self._writers)
+            return resume_upload(file, size_bytes, offset, self._writers, norm)
 
     def complete(self, key: AssignmentId, digest: str, upload_id: str = "") -> Path | None:
         """Seal and return the file if it is complete, else return None. A sealed file does not change until deleted.
@@ -240,6 +240,11 @@ class Spool:
                     writer.fence()
                 file.sealed = True
             return file.path
+
+    def find_norm(self, key: AssignmentId, digest: str) -> RunningNorm | None:
+        """Return what has measured a sealed update while it arrived, if anything has."""
+        file = self._find(key, digest)
+        return file.norm if file is not None else None
 
     def unseal(self, key: AssignmentId, digest: str) -> None:
         """Let another upload replace an update whose report was not accepted."""
@@ -302,10 +307,8 @@ class Spool:
             earlier = self._find_earlier(key, digest)
             if isinstance(earlier, RowFile) and earlier.digest == digest:
                 return True
-            if earlier is not None and earlier.sealed:
-                return False  # an earlier report of this file may be about to count
-            if not self._has_room():
-                return False
+            if (earlier is not None and earlier.sealed) or not self._has_room():
+                return False  # an earlier report of a sealed file may be about to count
             row = RowFile(digest, content)
             self._remove(key)
             self._files[key] = self._rows[key] = row
@@ -347,7 +350,7 @@ class Spool:
 
     def _write_file(self, key: AssignmentId, digest: str, content: bytes) -> SpoolFile:
         """Write a complete update. The caller holds the lock."""
-        self._make_folder(self._folder(key.attempt))
+        self._make_folder(key.attempt)
         path = spool_path_of(self.folder, key, digest)
         path.write_bytes(content)
         path.chmod(0o600)
@@ -394,7 +397,7 @@ class Spool:
                 file.gone = True
 
     def _remove_folder(self, attempt: AttemptKey) -> None:
-        folder = self._folder(attempt)
+        folder = self.folder / name_attempt(attempt)
         self._backend.forget(attempt)
         if folder.exists():
             with crash_points.step("spool.discard"):
@@ -418,8 +421,7 @@ class Spool:
                 return
             try:
                 self._backend.fetch(key, digest, temporary)
-                with temporary.open("rb") as file:
-                    found = hashlib.file_digest(file, "sha256").hexdigest()
+                found = hash_update(temporary, digest)
                 if found != digest:
                     raise BlobError(f"the copy of an update has the digest {found}; expected {digest}")
                 with self._lock:
@@ -433,7 +435,7 @@ class Spool:
         if not self._is_needed(key) or (earlier is not None and earlier.sealed):
             return
         self._remove(key)  # a part of an upload that began again, or another update that was never reported
-        self._make_folder(self._folder(key.attempt))
+        self._make_folder(key.attempt)
         file = self._files[key] = SpoolFile(path.rename(spool_path_of(self.folder, key, digest)), digest)
         file.durable = True
 
@@ -450,13 +452,10 @@ class Spool:
     def _is_needed(self, key: AssignmentId) -> bool:
         return key.client_id in self._needed.get(key.attempt, ())
 
-    def _folder(self, attempt: AttemptKey) -> Path:
-        return self.folder / name_attempt(attempt)
-
     def _find(self, key: AssignmentId, name: str) -> SpoolFile | None:
         with self._lock:
             file = self._files.get(key)
-            if file is None and (files.is_digest(name) or files.is_upload_id(name)):
+            if file is None and files.names_update(name):
                 path = spool_path_of(self.folder, key, name)
                 if path.exists():
                     file = self._files[key] = SpoolFile(path, name)
@@ -483,12 +482,13 @@ class Spool:
             if self._in_memory(key.attempt.job_id):
                 file = MemoryFile(name)
             else:
-                self._make_folder(self._folder(key.attempt))
+                self._make_folder(key.attempt)
                 file = SpoolFile(spool_path_of(self.folder, key, name), name)
             self._files[key] = file
             return file
 
-    def _make_folder(self, folder: Path) -> None:
+    def _make_folder(self, attempt: AttemptKey) -> None:
+        folder = self.folder / name_attempt(attempt)
         if folder.exists():
             return
         with crash_points.step("spool.new_folder"):

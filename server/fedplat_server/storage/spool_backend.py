@@ -49,7 +49,7 @@ MAX_DELETIONS = 100_000
 """Deletions that wait for a store that refuses them. The next start finds the objects of the others."""
 FOLDER = "spool"
 ASIDE = f"{files.SET_ASIDE_FOLDER}/{FOLDER}"
-_NAME = re.compile(FOLDER + r"/term-([0-9]{1,18})/([0-9a-f]{64})/([0-9a-f]{64})-([0-9a-f]{64})")
+_NAME = re.compile(FOLDER + r"/term-([0-9]{1,18})/([0-9a-f]{64})/([0-9a-f]{64})-((?:b3:)?[0-9a-f]{64})")
 
 
 class SpoolBackend(Protocol):

@@ -22,8 +22,10 @@ from typing import NamedTuple
 
 from typing_extensions import override
 
-from fedplat import durable, rounds
+from fedplat import durable, extras, rounds
+from fedplat.model.running_norm import RunningNorm
 from fedplat.rounds import Attempt, AttemptKey
+from fedplat.wire import digests
 from fedplat_server import crash_points, errors
 from fedplat_server.errors import UploadError
 from fedplat_server.storage import files
@@ -37,6 +39,7 @@ class SpoolFile:
 
     Its name is its declared digest, or an `upload_id` until the report declares the digest; both are "" if unknown.
     `sealed`: it was reported, and does not change. `durable`: it survives a power failure. `gone`: it was removed.
+    `norm`: what measures the content while it arrives, if an upload has brought it.
     """
 
     def __init__(self, path: Path, name: str) -> None:
@@ -46,21 +49,29 @@ class SpoolFile:
         self.sealed = False
         self.durable = False
         self.gone = False
+        self.norm: RunningNorm | None = None
         self.lock = threading.Lock()
-        self._sha256 = hashlib.sha256()
+        self._hash = new_hash(name)
         self._loaded = False
         self._failed = False
         self._writeback = files.Writeback()
 
     def load(self) -> None:
-        """Hash the bytes that an earlier process has written, once."""
-        if self._loaded:
+        """Hash the bytes that an earlier process has written, once, and measure those that `norm` lacks."""
+        start = self.received if self._loaded else 0
+        if self.norm is not None:
+            start = min(start, self.norm.position)
+        if self._loaded and start == self.received:
             return
         if self.path.exists():
             with self.path.open("rb", buffering=0) as file:
+                file.seek(start)
                 while part := file.read(files.READ_BYTES):
-                    self._sha256.update(part)
-                    self.received += len(part)
+                    if not self._loaded:
+                        self._hash.update(part)
+                        self.received += len(part)
+                    if self.norm is not None:
+                        self.norm.update(part)
         self._loaded = True
 
     def append(self, descriptor: int, data: durable.Bytes) -> None:
@@ -70,7 +81,9 @@ class SpoolFile:
         except BaseException:
             os.ftruncate(descriptor, self.received)  # remove a partial write, which is not hashed
             raise
-        self._sha256.update(data)
+        self._hash.update(data)
+        if self.norm is not None:
+            self.norm.update(data)
         self.received += memoryview(data).nbytes
         self._writeback.on_written(descriptor, self.received)
 
@@ -78,7 +91,9 @@ class SpoolFile:
         """Discard the content."""
         os.truncate(self.path, 0)
         self.received = 0
-        self._sha256 = hashlib.sha256()
+        self._hash = digests.UpdateHash(self._hash.kind)
+        if self.norm is not None:
+            self.norm.restart()
         self._writeback = files.Writeback()
 
     def is_named(self, name: str) -> bool:
@@ -91,7 +106,7 @@ class SpoolFile:
 
     def has_digest(self, digest: str) -> bool:
         """Return whether the content has this digest."""
-        return self._sha256.hexdigest() == digest
+        return self._hash.digest == digest
 
     def assign_digest(self, digest: str, path: Path) -> None:
         """Declare the digest of a file that has an `upload_id` only, and move the file to `path`."""
@@ -218,23 +233,47 @@ class OpenUpload:
         if self._writers.get(self._file) is self:
             del self._writers[self._file]
             os.close(self._descriptor)
+            if self._file.norm is not None:
+                self._file.norm.pause()  # nothing may follow for a long time
 
 
-def resume_upload(file: SpoolFile, size_bytes: int, offset: int, writers: dict[SpoolFile, OpenUpload]) -> OpenUpload:
+def resume_upload(
+    file: SpoolFile,
+    size_bytes: int,
+    offset: int,
+    writers: dict[SpoolFile, OpenUpload],
+    norm: RunningNorm | None = None,
+) -> OpenUpload:
     """Return a new writer of a file after its first `offset` bytes, and fence the one that it has in `writers`.
 
+    The first `norm` of a file measures its content, also what is there already.
     Raises `UploadError` if the file was removed, or has another number of bytes.
     """
     with file.lock:
         if file.gone:
             raise UploadError("the upload was discarded meanwhile; resume at 0")
-        file.load()
         if (earlier := writers.get(file)) is not None:
             earlier.fence()
+        file.norm = file.norm or norm
+        file.load()
         if offset != file.received:
             raise UploadError(f"offset {offset} is not where the upload stopped; resume at {file.received}")
         writer = writers[file] = OpenUpload(file, size_bytes, writers)
         return writer
+
+
+def new_hash(name: str) -> digests.UpdateHash:
+    """Return a hash of the kind of a digest or an `upload_id`. Raises `BlobError` if this server does not have it."""
+    kind = digests.kind_of(name)
+    if kind and not digests.has_blake3():
+        command = extras.install_command("blake3", "fedplat-server")
+        raise errors.BlobError(f"an update has a digest of BLAKE3, which this server lacks: {command}")
+    return digests.UpdateHash(kind)
+
+
+def hash_update(path: Path, digest: str) -> str:
+    """Return the digest of a file, of the kind of another digest. Raises `BlobError` as `new_hash` does."""
+    return digests.hash_file(path, new_hash(digest).kind)
 
 
 def spool_path_of(folder: Path, key: rounds.AssignmentId, name: str) -> Path:

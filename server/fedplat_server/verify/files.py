@@ -15,9 +15,11 @@ from typing import Protocol
 
 from typing_extensions import override
 
+from fedplat import extras
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat.rounds.invariants import attempts, records
 from fedplat.rounds.states import AssignmentState
+from fedplat.wire import digests
 from fedplat_server.errors import BlobError
 from fedplat_server.storage import blob_objects, blob_stores, files, object_store, ownership, spool_backend, spool_file
 from fedplat_server.storage.spool_file import name_attempt, name_update, spool_path_of
@@ -73,6 +75,8 @@ class FolderBlobs(StoredBlobs):
 
     @override
     def check(self, digest: str, needed: ReferencedFiles) -> tuple[str, str] | None:
+        if not files.is_digest(digest):
+            return _describe_name(digest)
         return _check_file(path_of(self._folder, digest), digest, needed)
 
 
@@ -91,7 +95,7 @@ class ObjectBlobs(StoredBlobs):
     @override
     def check(self, digest: str, needed: ReferencedFiles) -> tuple[str, str] | None:
         if not files.is_digest(digest):
-            return f"is named {digest[:100]!r}", "a SHA-256 in hexadecimal digits"
+            return _describe_name(digest)
         name = blob_objects.name_of(digest)
         if (stored := self._objects.head(name)) is None:
             return "is not there", f"the object {self._objects.url}/{name}"
@@ -160,24 +164,29 @@ def check_spool(folder: Path, needed: Mapping[AssignmentId, str]) -> Iterator[tu
 
 def _check_file(path: Path, digest: str, needed: ReferencedFiles) -> tuple[str, str] | None:
     """Return what was found and what was expected, or None if the file is correct."""
-    if not files.is_digest(digest):
-        return f"is named {digest[:100]!r}", "a SHA-256 in hexadecimal digits"
+    if not digests.is_digest(digest):
+        return _describe_name(digest)
+    if (kind := digests.kind_of(digest)) and not digests.has_blake3():
+        return "cannot be checked without BLAKE3", extras.install_command("blake3", "fedplat-server")
     try:
         if not path.is_file():
             return "is not there", f"the file {path}"
         size_bytes = path.stat().st_size
         if needed.size_bytes is not None and size_bytes != needed.size_bytes:
             return f"has {size_bytes} bytes in {path}", f"{needed.size_bytes} bytes"
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+        found = digests.hash_file(path, kind)
     except OSError as exc:
         return f"cannot be read ({exc.strerror})", f"a readable file {path}"
     return (f"has the digest {found}", f"{digest}, the digest of its name") if found != digest else None
 
 
+def _describe_name(digest: str) -> tuple[str, str]:
+    return f"is named {digest[:100]!r}", "a SHA-256 in hexadecimal digits"
+
+
 _MAX_BYTES = 1 << 40
 """Nothing larger is read; the parts of a copy are not kept in memory."""
-_UPLOAD = re.compile("[0-9a-f]{64}/[0-9a-f]{64}-(?:[0-9a-f]{64}|[0-9a-f]{32})")
+_UPLOAD = re.compile("[0-9a-f]{64}/[0-9a-f]{64}-(?:b3:)?(?:[0-9a-f]{64}|[0-9a-f]{32})")
 """The path of an upload: the attempt, the client, and the digest; or an id before the report."""
 
 
@@ -294,10 +303,10 @@ class SpoolObjects(SpoolPlace):
 
     def _check_copy(self, name: spool_backend.ObjectName) -> str:
         """Return what is wrong with a copy, or ""."""
-        found = hashlib.sha256()
         try:
+            found = spool_file.new_hash(name.digest)
             for part in self._store.read_parts(str(name), _MAX_BYTES):
                 found.update(part)
         except BlobError as exc:
             return f"cannot be read ({exc})"
-        return "" if found.hexdigest() == name.digest else f"has the digest {found.hexdigest()} in {name}"
+        return "" if found.digest == name.digest else f"has the digest {found.digest} in {name}"

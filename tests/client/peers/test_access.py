@@ -23,7 +23,7 @@ from fedplat_client._auth.authenticator import SignedAccess
 from fedplat_client._auth.mtls import PeerAccess, PeerCredentials
 from fedplat_client._state.data_dir import DataDirectory, Identity, SigningKey, new_signing_key
 from fedplat_client.cancellation import StopSignal
-from fedplat_client.cli import main
+from fedplat_client.commands import main
 from fedplat_client.transport import connect
 
 

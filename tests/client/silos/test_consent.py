@@ -13,7 +13,7 @@ from fedplat.secure_aggregation.setup import FEATURE
 from fedplat.wire.v1 import gossip_pb2, model_pb2
 from fedplat_client import Client, ClientOptions, Task, TrainResult
 from fedplat_client.cancellation import StopSignal
-from fedplat_client.cli import main
+from fedplat_client.commands import main
 from support.clients import add_one
 from support.fake_fleet import FakeFleet
 

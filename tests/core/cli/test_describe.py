@@ -296,7 +296,7 @@ def test_what_a_client_does():
     client = admin_pb2.Client(client_id="c", last_seen_unix_s=T0, job_id="j-1", state="busy")
     assert clients.explain(client, T0 + 15.0) == "it works for job j-1; it was seen 15.0 s ago"
     client.state = "revoked"
-    assert "it must enroll again with a new ticket" in clients.explain(client)
+    assert "it must enroll as another client, with a new ticket and another data directory" in clients.explain(client)
     client.state = "away"
     hangs = clients.explain(client, T0 + 2.0)
     assert hangs.startswith("its trainer has not returned from a task of job j-1 that has ended"), hangs

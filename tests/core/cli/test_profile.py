@@ -55,6 +55,20 @@ def test_what_is_no_profile(text: str | bytes, tmp_path: Path) -> None:
         profile.load(path)
 
 
+@pytest.mark.parametrize("text", ["", 'token = "from the file"\n'])
+def test_a_profile_without_a_server_is_not_for_the_default_address(
+    bare: Run, server: FakeServer, state: State, text: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "p.toml"
+    path.write_text(text + "insecure = true\n" * bool(text))
+    refused = bare("--profile", str(path), "status")
+    assert (refused.exit_code, refused.stderr.count("\n"), state.tokens) == (2, 1, [])
+    assert f"the profile {path} names no server: add the line server = " in refused.stderr
+    if text:
+        assert bare("--profile", str(path), "--server", server.address, "status").exit_code == 0
+        assert state.tokens == ["Bearer from the file"]
+
+
 def test_without_a_profile_a_command_says_where_one_comes_from(bare: Run, tmp_path: Path) -> None:
     result = bare("status")
     assert result.exit_code == 4

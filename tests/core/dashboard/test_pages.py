@@ -235,9 +235,13 @@ async def test_a_failure_is_a_page_with_a_sentence(
     assert (await visitor.get(f"/jobs/{JOB_ID}")).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/jobs/nothing", f"/jobs/{JOB_ID}/rounds/x", f"/jobs/{JOB_ID}/rounds/99999999999"])
+@pytest.mark.parametrize(
+    "path", ["/nowhere", "/jobs/nothing", f"/jobs/{JOB_ID}/rounds/x", f"/jobs/{JOB_ID}/rounds/99999999999"]
+)
 async def test_an_address_of_nothing_is_not_found(visitor: Visitor, path: str) -> None:
-    assert (await visitor.get(path)).status_code == 404
+    response = await visitor.get(path)
+    assert response.status_code == 404
+    assert ('<a href="/jobs"' in response.text, "Not found" in response.text) == (True, True), "a page with the menu"
 
 
 async def test_statuses_of_jobs_offer_what_is_possible(visitor: Visitor, server: FakeServer) -> None:

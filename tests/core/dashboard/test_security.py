@@ -184,6 +184,19 @@ async def test_a_removed_operator_is_out_at_the_next_click(visitor: Visitor, ser
     assert (await visitor.post(f"/jobs/{JOB_ID}/pause")).headers["location"] == "/login"
 
 
+async def test_a_used_code_leads_a_browser_that_has_signed_in_to_the_pages(
+    visitor: Visitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its printed address was opened again. A wrong token never leads to the pages of another operator."""
+    assert (await visitor.sign_in("wrong")).status_code == 403
+    monkeypatch.setattr(FakeLogin, "field", "code")
+    for path in ("", "/jobs"):
+        response = await visitor.post("/login", {"code": "used", "next": path})
+        assert (response.status_code, response.headers["location"]) == (303, path or "/")
+    visitor.client.cookies.clear()
+    assert (await visitor.post("/login", {"code": "used"})).status_code == 403
+
+
 async def test_wrong_tokens_keep_no_operator_out(stranger: Visitor) -> None:
     """Neither texts that are not tokens nor unknown tokens count: the next valid one signs in, from any address."""
     for secret in ("x", "fedplat_op_" + "x" * 43) * 40:

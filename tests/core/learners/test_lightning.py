@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,6 +19,8 @@ from fedplat.model import Parameters
 from fedplat.pytorch.lightning import LightningLearner, OwnLightningModule, count_examples
 from fedplat.pytorch.training import Learner, LocalOptions, LocalTraining, TensorExamples, Trainee, evaluate, train
 from fedplat.testing import check_learner
+from fedplat_client import Task
+from fedplat_client.trainers.lightning import LightningTrainer
 
 RNG = np.random.default_rng(2)
 INPUTS = RNG.normal(size=(41, 6)).astype(np.float32)
@@ -174,3 +176,35 @@ def test_a_loss_that_was_not_measured_is_absent() -> None:
     assert metrics.keys() == {"entropy", "local_steps"}
     assert metrics["entropy"] > 0.0
     assert metrics["local_steps"] == 12.0  # of each optimizer
+
+
+class OnABase(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        cast(nn.Sequential, self.net)[0].requires_grad_(False)
+
+
+def test_only_what_is_trained_is_shared() -> None:
+    learner, whole = LightningLearner(OnABase, share="trained"), LightningLearner(OnABase)
+    shared, everything = learner.initial(), whole.initial()
+    assert set(everything) - set(shared) == {"net.0.weight", "net.0.bias"}
+    with pytest.raises(ModelError, match="the same base on all participants"):
+        learner.train(shared.copy(), (INPUTS, LABELS), CONFIG | {"base_sha256": "0" * 64}, seed=3)
+    config = CONFIG | {"base_sha256": learner.base_sha256()}
+    learner.train(shared, (INPUTS, LABELS), config, seed=3)
+    whole.train(everything, (INPUTS, LABELS), CONFIG, seed=3)
+    for name in shared:
+        np.testing.assert_array_equal(shared[name], everything[name])
+    scores = learner.evaluate(shared, (INPUTS, LABELS), config)
+    assert scores == whole.evaluate(everything, (INPUTS, LABELS))
+    with pytest.raises(ModelError, match="belongs to the base, but the job's model has it"):
+        learner.evaluate(everything, (INPUTS, LABELS), config)
+
+
+def test_a_trainer_takes_only_jobs_that_state_its_base() -> None:
+    trainer = LightningTrainer(module=OnABase, data=(INPUTS, LABELS), device="cpu", share="trained")
+    learner = LightningLearner(OnABase, share="trained")
+    with pytest.raises(ModelError, match=f"expected base_sha256 in its .*{learner.base_sha256()}"):
+        trainer(Task(name="lit", parameters=learner.initial(), config=CONFIG))
+    config = CONFIG | {"base_sha256": learner.base_sha256()}
+    assert trainer(Task(name="lit", parameters=learner.initial(), config=config)).num_examples == 41

@@ -6,24 +6,28 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import shutil
+import sqlite3
 import time
 import tracemalloc
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import sqlalchemy
-from sqlalchemy import event, text
+from sqlalchemy import event, exc, text
 
 from fedplat.rounds.events import AssignmentFailed, JobAction, OperatorCommand
 from fedplat.rounds.states import JobStatus, Reason
 from fedplat.texts import shorten
 from fedplat_server.database import transactions
-from fedplat_server.database.engine import async_url, create_engine
+from fedplat_server.database.engine import async_url, create_engine, translate_errors
 from fedplat_server.database.records import AttemptFilter
 from fedplat_server.database.store import Store, open_store
 from fedplat_server.database.transactions import MAX_TRIES, Database
-from fedplat_server.errors import StoreError, StoreUnavailableError
+from fedplat_server.errors import ConfigError, StoreError, StoreFullError, StoreUnavailableError
 from support.databases import execute_sql
 from support.store.driver import JOB_FILE, NOW, Driver, check_invariants, draft, eventful, run_to_the_end, token_hash
 
@@ -315,6 +319,64 @@ async def test_a_database_that_takes_no_connections_is_unavailable(postgres: str
             await open_store(guest)
     finally:
         await execute_sql(postgres_server, "DROP ROLE guest")
+
+
+async def test_parameters_of_libpq_in_the_url_reach_the_database(postgres: str, tmp_path: Path) -> None:
+    authority = tmp_path / "ca.pem"
+    authority.touch()
+    parameters = {"application_name": "a probe", "sslrootcert": str(authority)}
+    url = async_url(postgres).update_query_dict(parameters).render_as_string(hide_password=False)
+    async with opened(url) as store:
+        assert await store.retention.read_database_id()
+        found = "datname = current_database() AND application_name = 'a probe'"
+        await execute_sql(
+            postgres, f"DO $$ BEGIN ASSERT (SELECT count(*) FROM pg_stat_activity WHERE {found}) > 0; END $$"
+        )
+    authority.unlink()
+    with pytest.raises(ConfigError, match=r"sslrootcert=\S+ is no file; correct the path"):
+        await open_store(url)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "advice"),
+    [
+        ("database", "nosuch", r"nosuch.*does not exist; create it \(createdb\), or correct the name in --database"),
+        ("username", "nosuch", r"nosuch.*does not exist; correct the user in --database \(or FEDPLAT_DATABASE\)"),
+        ("parameter", "1", r"parameter.*; correct the parameters after the \? in --database"),
+        ("host", "/nosuch", r"postgresql://.*does not answer .*: start it, or correct --database"),
+    ],
+)
+async def test_a_database_that_cannot_be_used_says_what_to_do(
+    postgres: str, name: str, value: str, advice: str
+) -> None:
+    """Its URL is shown as an operator writes it, without a password."""
+    url = async_url(postgres).set(password="a secret")
+    if name in ("database", "username"):
+        given = url.set(database=value) if name == "database" else url.set(username=value)
+    else:
+        given = url.update_query_dict({name: value})
+    with pytest.raises(StoreError, match=advice) as caught:
+        await open_store(given.render_as_string(hide_password=False))
+    assert "asyncpg" not in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.fault("F7")
+@pytest.mark.parametrize(("free_bytes", "advice"), [(0, "free space on its disk"), (1 << 30, "check its disk")])
+def test_a_full_disk_that_sqlite_calls_an_io_error_is_named(
+    sqlite: str, free_bytes: int, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no room for the file of its shared memory, which every command needs."""
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", Mock(return_value=usage._replace(free=free_bytes)))
+    error = sqlite3.OperationalError("disk I/O error")
+    error.sqlite_errorcode = sqlite3.SQLITE_IOERR_SHMSIZE
+    with (
+        pytest.raises(StoreUnavailableError, match=f"disk I/O error; {advice}$") as caught,
+        translate_errors(async_url(sqlite)),
+    ):
+        raise exc.OperationalError("BEGIN", None, error)
+    assert isinstance(caught.value, StoreFullError) == (free_bytes == 0)
 
 
 async def test_everything_lasts_through_a_new_start(database: str) -> None:

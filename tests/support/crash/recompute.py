@@ -18,6 +18,7 @@ from fedplat.codecs.container import Format
 from fedplat.job import JobSpec, build_rule
 from fedplat.model import Parameters, Values
 from fedplat.rounds.invariants.records import AssignmentRow, StoredAttempt, StoredJob, VersionRow
+from fedplat.wire import digests
 from fedplat_server.verify import files, inspection
 from support.crash.scenario import World, content_of
 from support.daemons import digest_of
@@ -55,7 +56,7 @@ def check_versions(world: World, result: Result, data_dir: Path) -> None:
         codec = job.spec.compression.uplink
         # What a client sends depends on the round that it began in, which is an earlier one if its update is stale.
         updates = [(content_of(world.numbers[one.client_id], one.round, codec, world.side), one) for one in cohort]
-        assert [(digest_of(content), len(content)) for content, _ in updates] == [
+        assert [(digest_of(content, digests.kind_of(one.digest)), len(content)) for content, one in updates] == [
             (one.digest, one.update_bytes) for one in cohort
         ]
         made = _aggregate(job, data_dir / "blobs", before, updates)

@@ -19,6 +19,7 @@ from grpc import aio
 from fedplat import codecs
 from fedplat.codecs.container import Format, options_from_text
 from fedplat.model import Parameters
+from fedplat.wire import digests
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
 from support import daemons
 from support.crash.nursery import Nursery, Order, Process
@@ -219,36 +220,41 @@ class Member:
             codec = options_from_text(work.uplink) if work.uplink else None
             content = content_of(self.number, work.round, codec, self.world.side)
             send = {0: self._stream, 1: self._stream_by_id}.get(self.number, self._inline)
-            response = await send(work.token, content)
+            response = await send(work, content)
             if response is not None and response.HasField("receipt"):
-                self.world.receipts.add(Receipt(self.client.client_id, work.round, work.attempt, digest_of(content)))
+                self.world.receipts.add(
+                    Receipt(self.client.client_id, work.round, work.attempt, response.receipt.digest)
+                )
 
-    async def _inline(self, token: str, content: bytes) -> fleet_pb2.ReportResponse:
+    async def _inline(self, work: fleet_pb2.Assignment, content: bytes) -> fleet_pb2.ReportResponse:
         """The update inside its report."""
         examples = num_examples(self.number)
         while True:
             try:
-                return await self.ask(lambda client: client.report_inline(token, content, num_examples=examples))
+                return await self.ask(lambda client: client.report_inline(work.token, content, num_examples=examples))
             except aio.AioRpcError as exc:
                 if exc.code() is not grpc.StatusCode.ABORTED:  # else the assignment ended while the bytes came
                     raise
 
-    async def _stream_by_id(self, token: str, content: bytes) -> fleet_pb2.ReportResponse | None:
-        """The same, with the digest after the bytes."""
-        return await self._stream(token, content, digest_of(content)[:32])
+    async def _stream_by_id(self, work: fleet_pb2.Assignment, content: bytes) -> fleet_pb2.ReportResponse | None:
+        """The same, with the digest after the bytes, which is one of BLAKE3 if both ends have it."""
+        kind = digests.BLAKE3 if work.blake3 and digests.has_blake3() else ""
+        return await self._stream(work, content, kind + digest_of(content)[:32])
 
-    async def _stream(self, token: str, content: bytes, upload_id: str = "") -> fleet_pb2.ReportResponse | None:
+    async def _stream(
+        self, work: fleet_pb2.Assignment, content: bytes, upload_id: str = ""
+    ) -> fleet_pb2.ReportResponse | None:
         """The update as a stream, from where it stopped; then its report. None: the assignment is open no more."""
-        digest, examples = digest_of(content), num_examples(self.number)
+        digest, examples = digest_of(content, digests.kind_of(upload_id)), num_examples(self.number)
         names: dict[str, Any] = {"digest": "" if upload_id else digest, "upload_id": upload_id}
 
         async def upload(client: RawClient) -> None:
-            await client.upload(token, content, await client.query(token, **names), **names)
+            await client.upload(work.token, content, await client.query(work.token, **names), **names)
 
         while True:
             try:
                 await self.ask(upload)
-                return await self.ask(lambda client: client.report(token, digest, examples, upload_id=upload_id))
+                return await self.ask(lambda client: client.report(work.token, digest, examples, upload_id=upload_id))
             except aio.AioRpcError as exc:
                 if exc.code() is grpc.StatusCode.NOT_FOUND:
                     return None

@@ -37,6 +37,9 @@ OWN_TESTS = {
     ("docs/flower.md", "bash"): "tests/e2e/test_flower_page.py::test_the_commands_of_the_page",
     ("docs/flower.md", "file"): "tests/e2e/test_flower_page.py::test_the_commands_of_the_page",
     ("docs/flower.md", "python"): "tests/e2e/test_flower_page.py::test_the_commands_of_the_page",
+    ("docs/language-models.md", "file"): (
+        "tests/core/learners/test_huggingface.py::test_the_files_of_the_page_train_a_model"
+    ),
     ("docs/learners.md", "file"): "tests/core/learners/test_page.py::test_its_estimator_learns_to_read_digits",
     ("docs/machines.md", "bash"): "tests/e2e/test_readme.py::test_two_machines",
     ("docs/machines.md", "file"): "tests/e2e/test_readme.py::test_two_machines",

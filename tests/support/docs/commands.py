@@ -12,7 +12,7 @@ import click
 import typer.main
 
 from fedplat.cli.app import app
-from fedplat_client.cli import main as client
+from fedplat_client.commands import main as client
 from fedplat_server.cli.commands import app as server
 
 ROOT = Path(__file__).resolve().parents[3]

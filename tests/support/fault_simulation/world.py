@@ -24,6 +24,7 @@ import grpc
 import structlog
 from grpc import aio
 
+from fedplat.wire import digests
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server import crash_points
 from fedplat_server.config import Limits, ServerConfig
@@ -422,11 +423,13 @@ class Worker(Member):
             await asyncio.sleep(world.rng.uniform(0.0, 2.0))
             codec = scenario.options_from_text(work.uplink) if work.uplink else None
             content = content_of(self.number, work.round, codec, world.side)
-            receipt = Receipt(self.client.client_id, work.round, work.attempt, digest_of(content))
+            deliver = self._stream if world.rng.random() < 0.5 else self._inline
+            deliver = self._stream_by_id if self.number == 1 else deliver  # always: its digest is of another kind
+            kind = digests.BLAKE3 if self.number == 1 and work.blake3 and digests.has_blake3() else ""
+            receipt = Receipt(self.client.client_id, work.round, work.attempt, digest_of(content, kind))
             if receipt in world.receipts:
                 world.find(f"{receipt} was acknowledged, and the server asks for it again")
-            deliver = self._stream if world.rng.random() < 0.5 else self._inline
-            response = await deliver(work.token, content)
+            response = await deliver(work, content)
             if response is not None and response.HasField("receipt"):
                 world.trace(f"receipt {receipt}")
                 world.receipts.add(receipt)

@@ -1,0 +1,456 @@
+"""The commands of `fedplat-client`: run a client without writing a script."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import platform
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, TypeAlias, TypedDict, Unpack
+
+import click
+
+from fedplat import texts
+from fedplat.config import loaded_plugins, user_code
+from fedplat.errors import FedplatError, MissingExtraError, PluginError, TicketError
+from fedplat.secure_aggregation.messages import MAX_GROUP, MIN_GROUP
+from fedplat.wire import process_tuning
+from fedplat_client import errors, log, task
+from fedplat_client._auth import enrollment
+from fedplat_client._version import __version__
+from fedplat_client.client import Client
+from fedplat_client.options import ClientOptions
+
+_Decorator: TypeAlias = Callable[[Callable[..., None]], Callable[..., None]]
+_PARTITION_LABELS = ("partition_id", "num_partitions")
+_LEVELS = ("debug", "info", "warning", "error")
+_DEFAULTS = ClientOptions()
+
+
+def _parse_size(text: str) -> int:
+    try:
+        return texts.parse_size(text)
+    except ValueError as exc:
+        raise click.BadParameter(str(exc)) from exc
+
+
+class _UsageError(click.ClickException):
+    """A wrong argument: printed as one line, with click's exit status for usage errors."""
+
+    exit_code = 2
+
+
+class _IdentityOptions(TypedDict):
+    ticket: str | None
+    ticket_file: Path | None
+    server: str | None
+    population: str | None
+    data_dir: Path | None
+
+
+class _ClientCommandOptions(_IdentityOptions):
+    plugins: tuple[str, ...]
+    labels: tuple[str, ...]
+    mtls: bool
+    require_secure_aggregation: bool
+    require_local_noise: bool
+    min_local_noise_multiplier: float
+    require_confirmation: bool
+    min_secure_clients: int
+    min_secure_threshold: float
+    trusted_clients: Path | None
+    exchange_models: bool
+    max_share: float
+    peer_listen: str
+    peer_address: str
+    cache_limit: int
+    max_tasks: int | None
+    log_level: str
+
+
+class _RunOptions(_ClientCommandOptions):
+    parallel: str | None
+    trainers: tuple[str, ...]
+    evaluators: tuple[str, ...]
+
+
+class _FlowerOptions(_ClientCommandOptions):
+    app_dir: Path
+    name: str | None
+    node_config: tuple[str, ...]
+    run_config: tuple[str, ...]
+
+
+class _ClientArguments(TypedDict):
+    labels: dict[str, str]
+    data_dir: Path | None
+    options: ClientOptions
+    plugins: Mapping[str, type | str]
+
+
+@click.group(help="The client of fedplat: training stays where the data is.")
+@click.version_option(__version__, prog_name="fedplat-client")
+def main() -> None:
+    """Entry point of the command."""
+
+
+_option = functools.partial(click.option, show_envvar=True)
+_flag = functools.partial(_option, is_flag=True)
+_IDENTITY_OPTIONS = (
+    click.option(
+        "--ticket",
+        metavar="TICKET",
+        help="Enrollment ticket from the operator; default FEDPLAT_TICKET. "
+        "Prefer --ticket-file: all users of the host can see arguments.",
+    ),
+    click.option(
+        "--ticket-file",
+        type=click.Path(path_type=Path, dir_okay=False),
+        help="File with the ticket; default FEDPLAT_TICKET_FILE. An enrolled client needs no ticket.",
+    ),
+    _option(
+        "--server",
+        envvar="FEDPLAT_SERVER",
+        metavar="HOST:PORT",
+        help="Server to use, if the data directory has identities for several.",
+    ),
+    _option(
+        "--population",
+        envvar="FEDPLAT_POPULATION",
+        help="Population to use, if the data directory has identities for several.",
+    ),
+    click.option(
+        "--data-dir", type=click.Path(path_type=Path, file_okay=False), help="Directory for identity and models."
+    ),
+)
+"""The options of each command: which client it is."""
+
+_RUN_OPTIONS = (
+    *_IDENTITY_OPTIONS,
+    click.option(
+        "--plugin",
+        "plugins",
+        multiple=True,
+        metavar="KIND.NAME=REF",
+        help="Add a plugin that jobs may name, as module:class or file.py:class; KIND.NAME alone for one of an "
+        "installed package. KIND is codecs or algorithms; repeatable.",
+    ),
+    click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="Add a label; repeatable."),
+    _flag(
+        "--mtls",
+        envvar="FEDPLAT_MTLS",
+        help="Authenticate with a client certificate, on the server's mTLS port, instead of signing each call.",
+    ),
+    _flag(
+        "--require-secure-aggregation",
+        envvar="FEDPLAT_REQUIRE_SECURE_AGGREGATION",
+        help="Refuse to train without secure aggregation, so that the server never sees an update of this client.",
+    ),
+    _flag(
+        "--require-local-noise",
+        envvar="FEDPLAT_REQUIRE_LOCAL_NOISE",
+        help='Refuse to train unless the client adds noise to its update itself: [privacy] trust = "none".',
+    ),
+    click.option(
+        "--min-local-noise-multiplier",
+        type=click.FloatRange(min=0.0),
+        default=0.0,
+        help="Smallest noise multiplier of a sum, from the noise that clients add to their updates; above 0 it implies "
+        "--require-local-noise.",
+    ),
+    _flag(
+        "--require-confirmation",
+        envvar="FEDPLAT_REQUIRE_CONFIRMATION",
+        help="Refuse secure aggregations in which clients do not confirm the survivors to each other: "
+        "[secure_aggregation] confirm = true.",
+    ),
+    click.option(
+        "--min-secure-clients",
+        type=click.IntRange(MIN_GROUP, MAX_GROUP),
+        default=MIN_GROUP,
+        show_default=True,
+        help="Smallest number of clients in a sum of secure aggregation.",
+    ),
+    click.option(
+        "--min-secure-threshold",
+        type=click.FloatRange(0.5, 1.0),
+        default=0.5,
+        show_default=True,
+        help="Smallest threshold of secure aggregation: the part of the clients that have to collude with the server "
+        "to read an update.",
+    ),
+    click.option(
+        "--trusted-clients",
+        type=click.Path(path_type=Path, dir_okay=False),
+        help="File with the public keys of the clients that may take part in a secure aggregation with this one, or "
+        "exchange models with it, one in each line as the command identity shows it; default: any client.",
+    ),
+    _flag(
+        "--exchange-models",
+        envvar="FEDPLAT_EXCHANGE_MODELS",
+        help="Take part in decentralised jobs, in which other clients see the model that this client has trained. By "
+        "default a client refuses such jobs.",
+    ),
+    _option(
+        "--max-share",
+        type=click.FloatRange(0.0, 1.0, min_open=True),
+        default=ClientOptions.max_share,
+        envvar="FEDPLAT_MAX_SHARE",
+        show_default=True,
+        metavar="PART",
+        help='Refuse rings of decentralised jobs (exchange = "ring") in which one model is more than this part of the '
+        "mean, which would show it to all others.",
+    ),
+    _option(
+        "--peer-listen",
+        default="",
+        envvar="FEDPLAT_PEER_LISTEN",
+        metavar="HOST:PORT",
+        help="Open a port, on which the neighbours of this client in decentralised jobs fetch its models; implies "
+        "--exchange-models. By default a client opens no port, and its models pass through the server, encrypted.",
+    ),
+    _option(
+        "--peer-address",
+        default="",
+        envvar="FEDPLAT_PEER_ADDRESS",
+        metavar="HOST:PORT",
+        help="Address at which neighbours reach the port of --peer-listen; default: the same.",
+    ),
+    _option(
+        "--cache-limit",
+        type=_parse_size,
+        metavar="SIZE",
+        default=f"{_DEFAULTS.cache_limit_bytes // 2**30}GiB",
+        envvar="FEDPLAT_CACHE_LIMIT",
+        show_default=True,
+        help="Largest size of the cache of models, such as 500MB. On a disk with less space the cache gives way by "
+        "itself. The codecs' residuals, the client states and the models of decentralised jobs may each take the same "
+        "size again.",
+    ),
+    click.option("--max-tasks", type=click.IntRange(min=0), help="Stop after this many tasks."),
+    click.option("--log-level", type=click.Choice(_LEVELS), default="info", show_default=True),
+)
+"""The options of each command that runs a client."""
+
+
+def _add_options(options: Sequence[_Decorator]) -> _Decorator:
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+@main.command(help="Run a client until stopped. A module may be given as a file: /path/to/file.py:function.")
+@click.option(
+    "--trainer", "trainers", multiple=True, metavar="[NAME=]MODULE:FUNCTION", help="Add a trainer; repeatable."
+)
+@click.option(
+    "--evaluator", "evaluators", multiple=True, metavar="[NAME=]MODULE:FUNCTION", help="Add an evaluator; repeatable."
+)
+@click.option(
+    "--parallel",
+    metavar="none|data|NAME=N,...",
+    help="How the processes that torchrun, mpirun or srun started train together, instead of the trainer's own "
+    "setting: data, or a layout such as shard=2,tensor=2. For trainers that are a TorchTrainer.",
+)
+@_add_options(_RUN_OPTIONS)
+def run(**options: Unpack[_RunOptions]) -> None:
+    """Run a client."""
+    _run(options, lambda: _create_client(options))
+
+
+@main.command(
+    help="Run the ClientApp of a Flower app, in the folder APP_DIR, as trainer and evaluator of jobs, until stopped."
+)
+@click.argument("app_dir", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--name", metavar="NAME", help="Name of the trainer and the evaluator; default: the name of the app.")
+@click.option(
+    "--node-config",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Add a value to the app's node config, such as partition-id=0; repeatable. The labels partition_id and "
+    "num_partitions are values of it, too.",
+)
+@click.option(
+    "--run-config", multiple=True, metavar="KEY=VALUE", help="Change a value of [tool.flwr.app.config]; repeatable."
+)
+@_add_options(_RUN_OPTIONS)
+def flower(**options: Unpack[_FlowerOptions]) -> None:
+    """Run a ClientApp."""
+    _run(options, lambda: _create_flower_client(options))
+
+
+@main.command(
+    help="Show the public key that identifies the client, for the file of --trusted-clients of other clients. Before "
+    "the first start, create the key."
+)
+@_add_options(_IDENTITY_OPTIONS)
+def identity(**options: Unpack[_IdentityOptions]) -> None:
+    """Show a public key, as a line of the file of trusted clients."""
+    arguments: _ClientArguments = {
+        "labels": {},
+        "data_dir": options["data_dir"],
+        "options": ClientOptions(),
+        "plugins": {},
+    }
+    try:
+        client = _open_client(options, arguments)
+    except (ValueError, TicketError, errors.DataDirectoryError) as exc:
+        raise _UsageError(log.make_printable(str(exc))) from exc
+    try:
+        key = client.load_public_key()
+    except errors.DataDirectoryError as exc:
+        raise click.ClickException(log.make_printable(str(exc))) from exc
+    click.echo(key)
+
+
+def _run(options: _ClientCommandOptions, create: Callable[[], Client]) -> None:
+    log.set_up(options["log_level"])
+    if options["ticket"] is not None:
+        click.echo(
+            "Warning: --ticket shows the ticket to all users of this host, in the list of processes; "
+            "use --ticket-file FILE or FEDPLAT_TICKET instead.",
+            err=True,
+        )
+    process_tuning.reuse_message_memory()
+    try:
+        client, before = create(), threading.enumerate()
+        process_tuning.keep_what_is_loaded()
+        client.run(options["max_tasks"])
+    except FedplatError as exc:
+        raise click.ClickException(log.make_printable(str(exc))) from exc
+    except KeyboardInterrupt:
+        click.echo("interrupted", err=True)
+        sys.exit(130)
+    click.echo("stopped", err=True)
+    if rest := _find_rest(before):
+        click.echo(f"waiting for what a trainer has left: {', '.join(rest)}; a second signal ends it at once", err=True)
+
+
+def _find_rest(before: Iterable[threading.Thread]) -> list[str]:
+    """Return the names of the threads since `before` for which Python waits at its end."""
+    names = sorted(each.name for each in set(threading.enumerate()).difference(before) if not each.daemon)
+    return [name for name in names if not name.startswith("ThreadPoolExecutor")]  # idle ones end by themselves
+
+
+def _create_client(options: _RunOptions) -> Client:
+    if not (options["trainers"] or options["evaluators"]):
+        raise _UsageError("there is nothing to do; give at least one --trainer or --evaluator")
+    try:
+        client = _open_client(options, _read_arguments(options))
+        with _replace_parallel(options["parallel"]):
+            trainers = [(spec, *_load("--trainer", spec)) for spec in options["trainers"]]
+            evaluators = [_load("--evaluator", spec) for spec in options["evaluators"]]
+        for spec, name, function in trainers:
+            if options["parallel"] is not None and not hasattr(function, "parallel"):
+                raise _UsageError(
+                    f"--parallel is for trainers that are a TorchTrainer; --trainer {spec!r} is a "
+                    f"{type(function).__name__}; remove --parallel"
+                )
+            client.add_trainer(name, function)
+        for name, function in evaluators:
+            # A trainer object such as TorchTrainer has its evaluator as a method.
+            client.add_evaluator(name, getattr(function, "evaluate", function))
+    except PluginError as exc:
+        raise _UsageError(f"--plugin {exc}") from exc
+    except (ValueError, TicketError, errors.DataDirectoryError, MissingExtraError) as exc:
+        raise _UsageError(str(exc)) from exc
+    return client
+
+
+def _replace_parallel(text: str | None) -> AbstractContextManager[None]:
+    """Create trainers within the block with the given setting, instead of their own one."""
+    if text is None:
+        return nullcontext()
+    from fedplat.parallel import Parallel
+    from fedplat_client.trainers.torch import replace_parallel
+
+    if text == "none" or text == "data":
+        return replace_parallel(text)
+    try:
+        return replace_parallel(Parallel.from_text(text))
+    except ValueError as exc:
+        raise _UsageError(f"--parallel {exc}; or use none or data") from exc
+
+
+def _create_flower_client(options: _FlowerOptions) -> Client:
+    from fedplat.flower.app import read_app, read_settings
+    from fedplat.flower.identity import node_id
+
+    labels = _parse_labels(options["labels"])
+    try:
+        app = read_app(options["app_dir"]).with_run_config(options["run_config"])
+        given = (f"{name.replace('_', '-')}={labels[name]}" for name in _PARTITION_LABELS if name in labels)
+        node_config = {**read_settings([*given]), **read_settings(options["node_config"])}
+        from fedplat_client.trainers.flower import FlowerTrainer
+
+        data_dir = options["data_dir"]
+        place = f"{platform.node()}:{data_dir.resolve() if data_dir is not None else ''}"
+        trainer = FlowerTrainer(app=app, node_config=node_config, node_id=node_id(place))  # the same after a restart
+        client = _open_client(options, _read_arguments(options))
+        client.add_trainer(options["name"] or app.name, trainer)
+        client.add_evaluator(options["name"] or app.name, trainer.evaluate)
+    except PluginError as exc:
+        raise _UsageError(f"--plugin {exc}") from exc
+    except (ValueError, FedplatError) as exc:
+        raise _UsageError(str(exc)) from exc
+    return client
+
+
+def _read_arguments(options: _ClientCommandOptions) -> _ClientArguments:
+    names = {each.name for each in dataclasses.fields(ClientOptions)}
+    named: dict[str, Any] = {name: value for name, value in options.items() if name in names}
+    return {
+        "labels": _parse_labels(options["labels"]),
+        "data_dir": options["data_dir"],
+        "options": ClientOptions(cache_limit_bytes=options["cache_limit"], **named),
+        "plugins": loaded_plugins.parse_plugins(options["plugins"]),
+    }
+
+
+def _open_client(options: _IdentityOptions, given: _ClientArguments) -> Client:
+    """Open the client named by the ticket or the options; without either, the one enrolled in the data directory."""
+    server, population = options["server"], options["population"]
+    ticket = enrollment.find_ticket(options["ticket"], options["ticket_file"])
+    if ticket is not None:
+        if (server or ticket.server, population or ticket.population) != (ticket.server, ticket.population):
+            raise _UsageError(
+                f"the ticket is for {ticket.population!r} at {ticket.server}, but --server or --population differs; "
+                "use either the ticket or the options"
+            )
+        return Client.from_ticket(ticket.to_text(), **given)
+    if server and population:
+        return Client(server, population=population, **given)
+    if server or population:
+        raise _UsageError("--server and --population must be used together; a ticket contains both")
+    return Client.from_ticket(**given)
+
+
+def _parse_labels(items: Sequence[str]) -> dict[str, str]:
+    labels: dict[str, str] = {}
+    for key, value in map(_parse_label, items):
+        if labels.setdefault(key, value) != value:
+            raise _UsageError(f"--label {key} has the values {labels[key]!r} and {value!r}; expected one of them")
+    return labels
+
+
+def _parse_label(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise _UsageError(f"--label {text!r} cannot be read; expected KEY=VALUE, such as region=eu")
+    return key, value
+
+
+def _load(option: str, spec: str) -> tuple[str, Callable[[task.Task], Any]]:
+    """Return the name and the function of `[name=]module:function`."""
+    name, _, target = spec.rpartition("=")
+    try:
+        return name or user_code.split(target)[1], user_code.load_function(target)
+    except FedplatError as exc:
+        raise _UsageError(f"{option} {spec!r}: {exc}") from exc

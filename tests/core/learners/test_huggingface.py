@@ -1,0 +1,249 @@
+"""Models of transformers with adapters of peft: rounds that are one longer run, scores by tokens, and clean ends."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import socket
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+import torch
+import transformers
+
+from fedplat.client_state import ClientState
+from fedplat.config import user_code
+from fedplat.errors import DataError, JobFileError, ModelError
+from fedplat.job import parse_job
+from fedplat.model import Parameters
+from fedplat.pytorch.huggingface import HuggingFaceLearner
+from fedplat_client import Cancelled, ClientOptions, Task
+from fedplat_client.task import Control
+from fedplat_client.trainers.huggingface import HuggingFaceTrainer
+from support import language
+from support.docs import blocks
+
+pytestmark = pytest.mark.slow  # the imports alone take 10 seconds
+LEARNER = HuggingFaceLearner(model=language.make_adapted)
+DATA = language.Text(40, seed=1)
+ARGUMENTS = {"learning_rate": 1e-2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+START, BASE = LEARNER.initial(), LEARNER.base_sha256()
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("a connection was opened")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+def make_trainer(**options: Any) -> HuggingFaceTrainer:
+    given: dict[str, Any] = {"model": language.make_adapted, "data": DATA, "arguments": ARGUMENTS}
+    return HuggingFaceTrainer(**given | options)
+
+
+def make_task(parameters: Parameters = START, **options: Any) -> Task:
+    config = {"max_steps": 2, "base_sha256": BASE, **options.pop("config", {})}
+    return Task(name="chat", parameters=parameters.copy(), config=config, **options)
+
+
+def run_rounds(trainer: HuggingFaceTrainer, num_rounds: int, max_steps: int, **config: Any) -> Parameters:
+    model, state = START, ClientState()
+    for number in range(1, num_rounds + 1):
+        task = make_task(
+            model,
+            round=number,
+            num_rounds=num_rounds,
+            client_state=state,
+            config={"max_steps": max_steps, "keep_optimizer": True, "schedule": "job", **config},
+        )
+        result = trainer(task).parameters
+        assert isinstance(result, Parameters)
+        model = result
+    return model
+
+
+def test_the_rounds_of_a_client_are_one_run() -> None:
+    used: list[int] = []
+
+    class Noting(language.Text):
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            used.append(index)
+            return super().__getitem__(index)
+
+    arguments = ARGUMENTS | {"lr_scheduler_type": "cosine", "warmup_steps": 2}
+    trainer = make_trainer(data=Noting(40, seed=1), arguments=arguments)
+    apart = run_rounds(trainer, 5, 4)
+    assert len(used) == 5 * 4 * 8
+    assert np.bincount(used).tolist() == [4] * 40  # each of the 40 examples in each of 4 epochs
+    whole = run_rounds(trainer, 1, 20)
+    assert len(trainer._idle) == 1  # pyright: ignore[reportPrivateUsage] -- the model was made once
+    np.testing.assert_array_equal(apart.buffer, whole.buffer)
+    assert not np.array_equal(run_rounds(trainer, 5, 4, keep_optimizer=False).buffer, apart.buffer)
+    assert not np.array_equal(run_rounds(trainer, 5, 4, schedule="round").buffer, apart.buffer)
+
+
+def test_only_adapters_travel() -> None:
+    names = {name.rpartition("lora_")[2] for name in START}
+    assert names == {"A.default.weight", "B.default.weight"}
+    assert len(START.buffer) == 4 * 896
+    first = HuggingFaceLearner(model=language.make_adapted, personal=("*lora_B*",))  # FedSA
+    assert {name.rpartition("lora_")[2] for name in first.initial()} == {"A.default.weight"}
+
+    def frozen_a() -> Any:  # FFA-LoRA
+        model = language.make_adapted()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lora_B" in name)
+        return model
+
+    second = HuggingFaceLearner(model=frozen_a)
+    assert {name.rpartition("lora_")[2] for name in second.initial()} == {"B.default.weight"}
+    tied = HuggingFaceLearner(
+        model=lambda: language.with_adapters(language.make_gpt2(), targets=("c_attn",))
+    )  # layers that store their weights transposed
+    assert len(tied.initial().buffer) == 4 * 2 * 4 * (32 + 96)
+    trainer = HuggingFaceTrainer(model=tied.model, data=DATA, arguments=ARGUMENTS)
+    task = make_task(tied.initial(), config={"base_sha256": tied.base_sha256()})
+    assert trainer(task).metrics["local_steps"] == 2
+
+
+def test_scores_are_means_over_tokens() -> None:
+    trainer = make_trainer()
+    model = run_rounds(trainer, 1, 8)
+    module = language.make_adapted()
+    module.load_state_dict({name: torch.tensor(model[name]) for name in model}, strict=False)
+    losses, hits = [], []
+    with torch.no_grad():
+        for example in (DATA[index] for index in range(len(DATA))):
+            logits = module.eval()(example["input_ids"][None], example["attention_mask"][None]).logits[0, :-1]
+            labels = example["labels"][1:]
+            kept = labels != -100
+            losses += torch.nn.functional.cross_entropy(logits[kept], labels[kept], reduction="none").tolist()
+            hits += (logits[kept].argmax(1) == labels[kept]).tolist()
+    for batch_size in (1, 7, 64):
+        result = trainer.evaluate(make_task(model, config={"batch_size": batch_size}))
+        assert result.num_examples == len(losses) == sum(length - 1 for length in DATA.lengths)
+        assert result.metrics["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+        assert result.metrics["accuracy"] == pytest.approx(np.mean(hits))
+    still = make_trainer(arguments=ARGUMENTS | {"learning_rate": 1e-30})
+    trained = still(make_task(model, config={"max_steps": 5}))  # all 40 examples once
+    assert trained.num_examples == len(losses)
+    assert trained.metrics["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+
+
+def test_a_stop_ends_the_run_within_a_batch_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    trainer, seen = make_trainer(), []
+    expected = trainer(make_task()).parameters
+
+    class Stopping(language.Text):
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            seen.append(index)
+            if len(seen) == 20:
+                stopped.control.expire()
+            return super().__getitem__(index)
+
+    stopped = make_task(config={"max_steps": 50})
+    random.seed(3)
+    np.random.seed(3)
+    torch.manual_seed(3)
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
+    object.__setattr__(trainer, "data", Stopping(40, seed=1))
+    with pytest.raises(Cancelled):
+        trainer(stopped)
+    assert len(seen) < 40  # of 400
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before  # type: ignore[index]
+    assert list(tmp_path.iterdir()) == []
+    object.__setattr__(trainer, "data", DATA)
+    again = trainer(make_task()).parameters
+    assert isinstance(expected, Parameters)
+    assert isinstance(again, Parameters)
+    np.testing.assert_array_equal(again.buffer, expected.buffer)
+
+
+def test_another_trainer_and_mixed_precision_serve_any_number_of_rounds() -> None:
+    class Halved(transformers.Trainer):
+        def compute_loss(self, *arguments: Any, **more: Any) -> Any:
+            loss: Any = super().compute_loss(*arguments, **more)
+            return loss / 2
+
+    def make(model: Any, arguments: Any, data: Any, callbacks: list[Any]) -> Any:
+        return Halved(model=model, args=arguments, train_dataset=data, callbacks=callbacks)
+
+    plain, halved = make_trainer(), make_trainer(trainer=make)
+    losses = [trainer(make_task(config={"learning_rate": 1e-20})).metrics["loss"] for trainer in (halved, plain)]
+    assert losses[0] == pytest.approx(losses[1] / 2, rel=1e-5)
+    mixed = make_trainer(arguments=ARGUMENTS | {"bf16": True})
+    run_rounds(mixed, 3, 1)
+    module = mixed._idle[0].module  # pyright: ignore[reportPrivateUsage]
+    assert "forward" not in vars(module)  # accelerate wraps it in each run
+
+
+def test_partial_work_ends_before_the_deadline() -> None:
+    seconds = itertools.count()
+    control = Control(training_timeout_s=100.0, options=ClientOptions(clock=lambda: float(next(seconds))))
+    state = ClientState()
+    task = make_task(config={"partial_work": True, "max_steps": 1000}, control=control, client_state=state)
+    made = make_trainer()(task).metrics["local_steps"]
+    assert 2 <= made < 50
+    order = state.get("order")
+    assert order is not None
+    assert order["position"] == 8 * made  # the next round begins behind them
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        ({"epochs": 1}, JobFileError, "config.max_steps = 2: expected either it or epochs, not both"),
+        ({"schedule": "job"}, JobFileError, 'config.schedule = "job": the number of rounds is not known'),
+        ({"batch_size": 0}, JobFileError, "config.batch_size"),
+        ({"base_sha256": ""}, ModelError, f"does not state the base .*{BASE}"),
+        ({"base_sha256": "0" * 64}, ModelError, "expected the same base on all participants"),
+        ({"learning_rate": 1e30}, ModelError, "the training has diverged"),
+    ],
+)
+def test_what_cannot_be_trained_is_one_sentence(config: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make_trainer()(make_task(config=config))
+
+
+class Chained(torch.utils.data.ChainDataset):
+    """A stream."""
+
+    def __len__(self) -> int:
+        raise TypeError("its parts have no length")
+
+
+def test_unusable_data_and_models_are_named() -> None:
+    with pytest.raises(DataError, match="the data Chained has no length; expected a map-style dataset, not a stream"):
+        make_trainer(data=Chained([DATA]))(make_task())
+    with pytest.raises(DataError, match="there are no examples"):
+        make_trainer(data=language.Text(0, seed=1))(make_task())
+    wrong = Parameters.from_arrays({name: START[name][:1] for name in START})
+    with pytest.raises(ModelError, match=r"has the shape \[1, 32\] in the job's model; PeftModelForCausalLM has"):
+        make_trainer()(make_task(wrong))
+
+
+def test_the_files_of_the_page_train_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {block.marker.removeprefix("file: "): block.text for block in blocks.read("docs/language-models.md")}
+    monkeypatch.chdir(tmp_path)
+    Path("chat.py").write_text(files["chat.py"])
+    Path("notes.txt").write_text("The patient is well, and goes home.\n" * 8 + "\nA second visit is due.\n" * 8)
+    start = user_code.load("chat.py:initial", tmp_path)()
+    digest = user_code.load("chat.py:LEARNER", tmp_path).base_sha256()
+    job = parse_job(files["chat.toml"].replace("the digest that python chat.py prints", digest))
+    client_config = {**job.client_config, "learning_rate": 1e-2}
+    options = {"config": client_config, "num_rounds": job.rounds}
+    model, losses = start, []
+    for number in (1, 2):
+        task = make_task(model, round=number, **options)
+        losses.append(user_code.load("chat.py:evaluate", tmp_path)(task).metrics["loss"])
+        model = user_code.load("chat.py:train", tmp_path)(task).parameters
+    assert losses[1] < 0.95 * losses[0]
