@@ -96,16 +96,16 @@ class Member:
 
     async def check_in(self, wait_s: float) -> fleet_pb2.CheckInResponse:
         """Check in, and wait up to `wait_s` seconds for an assignment."""
-        request = fleet_pb2.CheckInRequest(
-            protocol_version=wire.PROTOCOL_VERSION, trainers=[TRAINER], wait_s=wait_s, software_version=VERSION
-        )
+        request = _check_in(wait_s)
         return fleet_pb2.CheckInResponse.FromString(await self.call("CheckIn", request.SerializeToString()))
 
-    async def report(self, token: str, update: bytes) -> fleet_pb2.ReportResponse:
-        """Report an update that is part of the message."""
+    async def report(self, token: str, update: bytes, wait_s: float | None = None) -> fleet_pb2.ReportResponse:
+        """Report an update that is part of the message, with the next check-in if there is a `wait_s` for it."""
         request = fleet_pb2.ReportRequest(
             token=token, digest=hashlib.sha256(update).hexdigest(), num_examples=1.0, update=update
         )
+        if wait_s is not None:
+            request.check_in.CopyFrom(_check_in(wait_s))
         return fleet_pb2.ReportResponse.FromString(await self.call("Report", request.SerializeToString()))
 
     async def _prove(self, method: str, request: Message) -> bytes:
@@ -125,6 +125,12 @@ class Member:
             (auth.METADATA_COUNTER, str(self.counter)),
             (auth.METADATA_SIGNATURE, self.key.sign(payload)),
         )
+
+
+def _check_in(wait_s: float) -> fleet_pb2.CheckInRequest:
+    return fleet_pb2.CheckInRequest(
+        protocol_version=wire.PROTOCOL_VERSION, trainers=[TRAINER], wait_s=wait_s, software_version=VERSION
+    )
 
 
 async def _start(channel: aio.Channel, method: str, request: bytes, metadata: Metadata) -> bytes:

@@ -137,9 +137,12 @@ def wait_for_clients(deployment: Deployment, admin: AdminClient, num_clients: in
 
 
 @contextlib.contextmanager
-def deploy_light(folder: Path, num_clients: int) -> Generator[Deployment]:
-    """Start a server and light clients, many in a process; end them afterwards. Raises `FailedError`."""
-    with serve(folder) as deployment, deployment.admin() as admin:
+def deploy_light(folder: Path, num_clients: int, counted: bool = False) -> Generator[Deployment]:
+    """Start a server and light clients, many in a process; end them afterwards. Raises `FailedError`.
+
+    If `counted`, the server runs in `metered.py`.
+    """
+    with serve(folder, counted=counted) as deployment, deployment.admin() as admin:
         count = min(LIGHT_PROCESSES, num_clients)
         for number in range(count):
             share = len(range(number, num_clients, count))

@@ -2,7 +2,7 @@
 
     python benchmarks/light_clients.py TICKET_FILE COUNT
 
-To the server each is a normal client: it signs its calls, downloads every model and uploads an update of the same
+To the server each is a normal client: it signs its calls, gets every model and uploads an update of the same
 size, zeros after the model's header. It stores only the header.
 """
 
@@ -28,6 +28,7 @@ INLINE_BYTES = 256 * 1024
 """The SDK's default: an update up to this size is part of the report."""
 MAX_CONNECTIONS = 100
 WAIT_S = 60.0
+NEXT_WAIT_S = 5.0
 _ZEROS = bytes(wire.UPLOAD_CHUNK_BYTES)
 _CHUNK = fleet_pb2.UploadRequest(data=_ZEROS).SerializeToString()
 
@@ -35,18 +36,25 @@ _CHUNK = fleet_pb2.UploadRequest(data=_ZEROS).SerializeToString()
 async def take_part(member: Member) -> None:
     """Work for the server until cancelled."""
     header, digest = b"", ""
+    upcoming: fleet_pb2.Assignment | None = None
     while True:
-        response = await crowd.wait_through_outages(member, WAIT_S)
-        if not response.HasField("assignment"):
-            await asyncio.sleep(response.refusal.retry.min_s)
-            continue
-        token, model = response.assignment.token, response.assignment.model
+        assignment, upcoming = upcoming, None
+        if assignment is None:
+            response = await crowd.wait_through_outages(member, WAIT_S)
+            if not response.HasField("assignment"):
+                await asyncio.sleep(response.refusal.retry.min_s)
+                continue
+            assignment = response.assignment
+        token, model = assignment.token, assignment.model
         if model.digest != digest:
-            header, digest = await _download(member, model), model.digest
+            content = assignment.model_bytes or await _download(member, model)
+            header, digest = _header_of(content), model.digest
         size = model.size_bytes
         if size <= INLINE_BYTES:
             content = header + bytes(size - len(header))
-            await crowd.until_taken(functools.partial(member.report, token, content))
+            wait_s = NEXT_WAIT_S if assignment.check_in_with_report else None
+            answer = await crowd.until_taken(functools.partial(member.report, token, content, wait_s))
+            upcoming = answer.next if answer.HasField("next") else None
             continue
         update = _digest(header, size)
         await crowd.until_taken(functools.partial(_upload, member, token, header, size))
@@ -55,7 +63,7 @@ async def take_part(member: Member) -> None:
 
 
 async def _download(member: Member, model: model_pb2.ModelRef) -> bytes:
-    """Download a whole model, and return its header."""
+    """Download a whole model, and return its first chunk."""
     request = fleet_pb2.DownloadRequest(digest=model.digest).SerializeToString()
     call: Any = member.channel.unary_stream(FLEET + "Download")
     begun, size = b"", 0
@@ -66,7 +74,11 @@ async def _download(member: Member, model: model_pb2.ModelRef) -> bytes:
             begun = data
     if size != model.size_bytes:
         raise RuntimeError(f"the model has {size} bytes; expected {model.size_bytes}")
-    return begun[: 8 + struct.unpack("<Q", begun[:8])[0]]
+    return begun
+
+
+def _header_of(content: bytes) -> bytes:
+    return content[: 8 + struct.unpack("<Q", content[:8])[0]]
 
 
 async def _upload(member: Member, token: str, header: bytes, size: int) -> None:

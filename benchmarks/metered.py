@@ -1,4 +1,4 @@
-"""Run a program of fedplat, and count its syncs, file operations, transactions, hashed bytes and allocated memory.
+"""Run a program of fedplat, and count its syncs, file operations, transactions, hashed bytes, threads and memory.
 
     python benchmarks/metered.py FILE PROGRAM [ARGUMENT ...]
 
@@ -12,8 +12,8 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
-import importlib
 import hashlib
+import importlib
 import io
 import mmap
 import os
@@ -22,16 +22,28 @@ import sys
 import threading
 import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import noop
 
-NAMES = ("syncs", "unlinks", "renames", "hashed", "read back", "writes", "empty writes", "database syncs", "peak")
+NAMES = (
+    "syncs",
+    "unlinks",
+    "renames",
+    "hashed",
+    "read back",
+    "writes",
+    "empty writes",
+    "database syncs",
+    "peak",
+    "hand-overs",
+)
 """The counts: calls of fsync and fdatasync by Python; removed and renamed files; bytes hashed; bytes read from the
-files of updates; transactions that write, those of them that changed nothing, the syncs of the others; and the most
-memory of Python and NumPy in bytes."""
+files of updates; transactions that write, those of them that changed nothing, the syncs of the others; the most memory
+of Python and NumPy in bytes; and calls that were handed over to a thread."""
 _UPDATES = ("/uploads/", "/segments/", "/memfd:", "/proc/self/fd/")
 """What the path of a file of an update contains, in the folder of a server or in memory."""
 _CALLS = {"syncs": ("fsync", "fdatasync"), "unlinks": ("unlink", "remove"), "renames": ("rename", "replace")}
@@ -148,6 +160,17 @@ def count_reads(counts: Counts) -> None:
     os.preadv = counted_preadv  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def count_hand_overs(counts: Counts) -> None:
+    """Count the calls that pools of threads get."""
+    real = ThreadPoolExecutor.submit
+
+    def submit(self: ThreadPoolExecutor, function: Any, /, *arguments: Any, **options: Any) -> Any:
+        counts.add("hand-overs")
+        return real(self, function, *arguments, **options)
+
+    ThreadPoolExecutor.submit = submit  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def count_transactions(counts: Counts) -> None:
     """Count the transactions of SQLAlchemy that write to SQLite, with `synchronous = FULL` one sync each.
 
@@ -182,6 +205,7 @@ def main(path: Path, program: str, *arguments: str) -> None:
     counts = Counts(path)
     count_calls(counts)
     count_hashes(counts)
+    count_hand_overs(counts)
     if program == "fedplat-server":
         count_reads(counts)
         count_transactions(counts)

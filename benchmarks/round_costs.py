@@ -7,6 +7,9 @@ limit: the same bytes through raw gRPC streams with TLS (`limit.py`). CPU and wa
 other work, so they stand beside the limit of the same turns. Counts do not depend on it: `--check` compares them with
 bounds, and measures nothing else. CPU is measured in processes without counters, counts in others (`metered.py`).
 
+The clients of the `cohort` share a few processes (`light_clients.py`), so only its server is measured: the reports of a
+thousand clients arrive as fast as it takes them. Each round has a report and a check-in of each client.
+
 A cost of a round is the difference between a long and a short job, so that the start and the end of a job are not in
 it.
 """
@@ -29,7 +32,7 @@ from rich.console import Console
 
 import limit
 import metered
-from deployment import ENVIRONMENT, JOB, START_S, Deployment, deploy, intervals
+from deployment import ENVIRONMENT, JOB, START_S, Deployment, deploy, deploy_light, intervals
 from fedplat.admin import AdminClient, submission
 from fedplat.job import parse_job
 from fedplat.model import Parameters
@@ -53,9 +56,16 @@ class Work:
     clients: int
     rounds: int
     short: int
+    is_cohort: bool = False
+    """Whether the clients share processes, so that only the server is measured."""
 
     def __str__(self) -> str:
         return f"{self.model} x {self.clients}"
+
+    @property
+    def name(self) -> str:
+        """The name of the work, in `WORKS` and `BOUNDS`."""
+        return "cohort" if self.is_cohort else self.model
 
     @property
     def size(self) -> int:
@@ -79,12 +89,27 @@ class Round:
     """The most memory of Python and NumPy in a client from one task to the next, in bytes, if it was counted."""
 
 
-WORKS = {work.model: work for work in (Work("4KB", 4, 120, 20), Work("1MB", 10, 28, 4), Work("100MB", 10, 4, 1))}
+WORKS = {
+    work.name: work
+    for work in (
+        Work("4KB", 4, 120, 20),
+        Work("4KB", 1000, 4, 1, is_cohort=True),
+        Work("1MB", 10, 28, 4),
+        Work("100MB", 10, 4, 1),
+    )
+}
 SMALL_BYTES = 10**5
 """Up to this size, CPU is in milliseconds for each round, above it in seconds for each GB."""
 PASSES = ("hashed", "read", "written")
 BOUNDS: Mapping[str, Mapping[str, float]] = {
-    "4KB": {"server syncs": 4.0, "server transactions": 4.0, "empty transactions": 0.1, "unlinks": 0.5},
+    "4KB": {
+        "server syncs": 3.5,
+        "server transactions": 3.5,
+        "empty transactions": 0.1,
+        "unlinks": 0.5,
+        "hand-overs": 4.0,
+    },
+    "cohort": {"server syncs": 30.0, "server transactions": 30.0, "empty transactions": 1.0, "hand-overs": 0.3},
     "1MB": {
         "server syncs": 10.0,
         "server transactions": 7.0,
@@ -149,7 +174,7 @@ def measure(work: Work, turns: int) -> list[tuple[Round, Round]]:
     for turn in range(turns):
         with tempfile.TemporaryDirectory(prefix="fedplat-bench-") as folder:
             ours = run_rounds(work, Path(folder) / "fedplat")
-            least = run_limit(work, Path(folder) / "limit")
+            least = Round({}, {}, 0.0) if work.is_cohort else run_limit(work, Path(folder) / "limit")
         pairs.append((ours, least))
         _console.print(
             f"{work}, turn {turn + 1}: {ours.wall_s:.4f} s a round, limit {least.wall_s:.4f} s", markup=False
@@ -159,17 +184,18 @@ def measure(work: Work, turns: int) -> list[tuple[Round, Round]]:
 
 def run_rounds(work: Work, folder: Path, *, counted: bool = False) -> Round:
     """Run a short and a long job, and return the cost of a round."""
-    with deploy(folder, work.clients, counted=counted) as deployment, deployment.admin() as admin:
+    start = deploy_light if work.is_cohort else deploy
+    with start(folder, work.clients, counted=counted) as deployment, deployment.admin() as admin:
         model = parameters(MODELS[work.model])
         short = run_job(deployment, admin, work, work.short, model)
         long = run_job(deployment, admin, work, work.rounds, model)
-        peak = max(metered.read_counts(path)["peak"] for path in folder.glob("client-*.counts")) if counted else 0
+        peaks = [metered.read_counts(path)["peak"] for path in folder.glob("client-*.counts")]
     rounds = work.rounds - work.short
     return Round(
         {name: (value - short.server[name]) / rounds for name, value in long.server.items()},
         {name: (value - short.clients[name]) / rounds for name, value in long.clients.items()},
         long.wall_s,
-        peak,
+        max(peaks, default=0),
     )
 
 
@@ -224,18 +250,27 @@ def of_process(process: psutil.Process) -> Costs:
 def counts_of(work: Work, found: Round) -> Costs:
     """Return counts of a round by name.
 
-    Bytes are those of one client, or at the server for one client, in multiples of the model; so is `client peak`.
+    Hand-overs to threads are those of the server for one client. Bytes are those of one client, or at the server for
+    one client, in multiples of the model; so is `client peak`.
     """
-    server, clients, updates = found.server, found.clients, work.clients * work.size
+    server, updates = found.server, work.clients * work.size
+    of_client = {} if work.is_cohort else _counts_of_clients(work, found)
     return {
         "server syncs": server["syncs"] + server["database syncs"],
         "server transactions": server["writes"],
         "empty transactions": server["empty writes"],
         "unlinks": server["unlinks"],
         "renames": server["renames"],
+        "hand-overs": server["hand-overs"] / work.clients,
         **{f"server {name}": server[name] / updates for name in (*PASSES, "read back")},
-        **{f"client {name}": clients[name] / updates for name in PASSES},
-        "client syncs": clients["syncs"] / work.clients,
+        **of_client,
+    }
+
+
+def _counts_of_clients(work: Work, found: Round) -> Costs:
+    return {
+        **{f"client {name}": found.clients[name] / (work.clients * work.size) for name in PASSES},
+        "client syncs": found.clients["syncs"] / work.clients,
         "client peak": found.client_peak / work.size,
     }
 
@@ -244,7 +279,7 @@ def exceeded_bounds(work: Work, counts: Mapping[str, float]) -> list[str]:
     """Return a line for each count that is above its bound."""
     return [
         f"{work}: {name} is {counts[name]:.2f} in a round; expected at most {bound:g}"
-        for name, bound in BOUNDS[work.model].items()
+        for name, bound in BOUNDS[work.name].items()
         if counts[name] > bound
     ]
 
@@ -293,6 +328,21 @@ def cpu_report(measured: Mapping[Work, Sequence[tuple[Round, Round]]], turns: in
 
 
 def _rows(work: Work, pairs: Sequence[tuple[Round, Round]]) -> Iterator[tuple[Cell, ...]]:
+    if work.is_cohort:
+        servers, scale = [ours.server for ours, _ in pairs], 1e3 / work.clients
+        user, kernel = (statistics.median(cost[kind] for cost in servers) * scale for kind in ("user", "kernel"))
+        yield str(work), "CPU of the server", user, kernel, user + kernel, None, None, "ms a client"
+        yield (
+            str(work),
+            "wall time",
+            None,
+            None,
+            statistics.median(ours.wall_s for ours, _ in pairs),
+            None,
+            None,
+            "s a round",
+        )
+        return
     is_small = work.size <= SMALL_BYTES
     scale, unit = (1e3, "ms a round") if is_small else (1.0 / work.moved_gb, "s a GB")
     for part, name in (("server", "CPU of the server"), ("clients", "CPU of the clients")):
@@ -311,16 +361,16 @@ def _rows(work: Work, pairs: Sequence[tuple[Round, Round]]) -> Iterator[tuple[Ce
 
 def counts_report(counts: Mapping[Work, Mapping[str, float]]) -> Report:
     """Return the table of counts, with a column for each kind of round."""
-    names = next(iter(counts.values()))
+    names = dict.fromkeys(name for found in counts.values() for name in found)
     return Report(
         name="round_counts",
         title="What a round does",
         columns=("count", *map(str, counts)),
-        rows=tuple((name, *(found[name] for found in counts.values())) for name in names),
+        rows=tuple((name, *(found.get(name) for found in counts.values())) for name in names),
         notes=(
-            "Counts of a whole round. Bytes hashed, read and written in files, of one client, and at the server for "
-            "one client, in multiples of the model; server read back: of files of updates alone; client peak: the "
-            "memory of Python and NumPy, likewise.",
+            "Counts of a whole round; hand-overs to threads at the server for one client. Bytes hashed, read and "
+            "written in files, of one client, and at the server for one client, in multiples of the model; server read "
+            "back: of files of updates alone; client peak: the memory of Python and NumPy, likewise.",
         ),
     )
 

@@ -8,6 +8,7 @@ message of the refusal. The coordinator compares norms and weights with those of
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Collection, Mapping
 from functools import lru_cache
@@ -99,6 +100,15 @@ def validate_file(
             file.seek(start)
             return Verdict(Reason.REJECTED_SCHEMA, _describe_difference(file, size_bytes, expected))
     return measure_norm(ModelFile(update, expected, start).to_blocks())
+
+
+def validate_content(update: bytes, base: Path) -> float | Verdict:
+    """Return what `validate_file` does, for the bytes of an update that has no codec."""
+    expected = _schema_of(base)
+    if len(update) != expected.file_size_bytes or not update.startswith(expected.header):
+        return Verdict(Reason.REJECTED_SCHEMA, _describe_difference(io.BytesIO(update), len(update), expected))
+    buffer = np.frombuffer(update, np.uint8, offset=len(expected.header))
+    return measure_norm(Parameters(expected, buffer).to_blocks())
 
 
 def validate_message(update: Path, array_types: Collection[str] = ()) -> float | Verdict:

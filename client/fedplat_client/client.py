@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from fedplat import texts
 from fedplat.config.loaded_plugins import CLIENT_KINDS, load_plugins
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from fedplat_client._protocols.gossip.worker import SiloWorker
 
 Function = TypeVar("Function", TrainFunction, EvaluateFunction)
-RunAssignment: TypeAlias = Callable[[fleet_pb2.Assignment], heartbeat.CheckInResult]
+_NEXT_WAIT_S = 5.0
+"""The longest time for which the answer to a report may wait for the next assignment; servers wait shorter."""
 _logger = logging.getLogger(__name__)
 
 
@@ -170,26 +171,24 @@ class Client:
             raise ValueError(f"max_tasks is {max_tasks}; expected 0 or more, or None for no limit")
         if process_group.run_follower(self._trainers, self._evaluators, self._plugins.table):
             return
-        with process_group.lead(), self._open_session() as (session, prepare, run_assignment):
+        with process_group.lead(), self._open_session() as (session, prepare, worker):
             backoff = Backoff(self._options)
             num_tasks = 0
             delay_s = 0.0
             enrolled_again = False  # whether the client has enrolled again since its last success
+            upcoming: fleet_pb2.Assignment | None = None  # with which the server has answered the last report
             while num_tasks != max_tasks and not self._stopped_within(delay_s):
                 began = self._options.clock()
                 try:
-                    session.enroll()
-                    prepare()
-                    reply = session.check_in(self._options.check_in_wait_s)
-                    if reply.HasField("assignment"):
+                    found, upcoming = upcoming or self._check_in(session, prepare), None
+                    if isinstance(found, fleet_pb2.Assignment):
                         num_tasks += 1
-                        outcome = run_assignment(reply.assignment)
-                    else:
-                        outcome = _read_refusal(reply)
+                        found = worker.run(found, self._next_check_in(session, is_last=num_tasks == max_tasks))
+                    outcome, upcoming = found, found.next
                     enrolled_again = enrolled_again and outcome.failed
                     delay_s = self._delay_s(outcome, backoff)
                 except errors.Cancelled:
-                    return
+                    break
                 except errors.UnknownClientError as exc:
                     session.forget_enrollment()
                     delay_s = backoff.next_s() if enrolled_again else 0.0
@@ -201,6 +200,22 @@ class Client:
                     lasted_s = self._options.clock() - began
                     delay_s = backoff.next_after(exc, lasted_s)
                     self._log_failure(exc, session, lasted_s, delay_s)
+            worker.give_back(upcoming)
+
+    def _check_in(
+        self, session: ClientSession, prepare: Callable[[], None]
+    ) -> fleet_pb2.Assignment | heartbeat.CheckInResult:
+        """Return an assignment, or the refusal."""
+        session.enroll()
+        prepare()
+        reply = session.check_in(self._options.check_in_wait_s)
+        return reply.assignment if reply.HasField("assignment") else _read_refusal(reply)
+
+    def _next_check_in(self, session: ClientSession, *, is_last: bool) -> fleet_pb2.CheckInRequest | None:
+        """Return the check-in that may be sent with the report of an assignment; None if another one is not wanted."""
+        if is_last or self._options.takes_exchanges:  # a silo prepares for its next assignment
+            return None
+        return session.make_check_in(min(self._options.check_in_wait_s, _NEXT_WAIT_S))
 
     def _log_session(self, client_id: str) -> None:
         offers = ", ".join(sorted(self._trainers.keys() | self._evaluators.keys()))
@@ -215,7 +230,7 @@ class Client:
             _logger.warning("The server cannot be used: %s", session.explain_error(exc), extra=fields)
 
     @contextlib.contextmanager
-    def _open_session(self) -> Generator[tuple[ClientSession, Callable[[], None], RunAssignment]]:
+    def _open_session(self) -> Generator[tuple[ClientSession, Callable[[], None], work.AssignmentWorker]]:
         with self._directory.lock(), cancellation.on_signals(self._stop_on_signal), contextlib.ExitStack() as stack:
             identity = self._directory.load_identity(self._ticket)
             key = self._directory.load_signing_key(identity)
@@ -242,7 +257,7 @@ class Client:
                     if not self._stop.is_set():
                         open_silos().forget(begun)
 
-            yield session, prepare, worker.run
+            yield session, prepare, worker
 
     def _open_parts(self, connection: authenticator.Connection, key: SigningKey) -> work.ClientParts:
         directory, options = self._directory, self._options

@@ -14,6 +14,7 @@ import round_costs
 
 PROGRAM = """
 import hashlib, os, sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import metered
 
@@ -21,6 +22,9 @@ path, file = Path(sys.argv[1]), Path(sys.argv[2])
 counts = metered.Counts(path)
 metered.count_calls(counts)
 metered.count_hashes(counts)
+metered.count_hand_overs(counts)
+with ThreadPoolExecutor() as pool:
+    assert pool.submit(int).result() == 0
 metered.count_reads(counts)
 with file.open("wb") as writing:
     os.fsync(writing.fileno())
@@ -49,6 +53,7 @@ def test_a_program_is_counted(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(counts), str(tmp_path / "file")]
     subprocess.run(command, check=True, cwd=folder)
     expected = {"syncs": 2, "unlinks": 1, "renames": 1, "hashed": 2 * 3 + 100 + 1000, "read back": 2 * 100 + 10}
+    expected |= {"hand-overs": 1}
     assert metered.read_counts(counts) == dict.fromkeys(metered.NAMES, 0) | expected
 
 

@@ -79,6 +79,34 @@ def test_the_header_of_a_version_is_read_once_while_its_file_stays(
     assert read.call_count == 2
 
 
+FITTING = {
+    "bias": np.arange(5.0),
+    "scale": np.array([1e300]),
+    "step": np.array(3),
+    "weight": np.ones((3, 2), np.float16),
+}
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        Parameters.from_arrays(FITTING | {"scale": np.array([2.0])}).to_bytes(),
+        Parameters.from_arrays(FITTING).to_bytes(),
+        Parameters.from_arrays(FITTING | {"bias": np.full(5, np.nan)}).to_bytes(),
+        Parameters.from_arrays(FITTING).to_bytes() + b"0",
+        Parameters.from_arrays(FITTING).to_bytes()[:-1],
+        Parameters.from_arrays({"other": np.ones(3)}).to_bytes(),
+        b"none",
+    ],
+    ids=["fits", "infinite", "nan", "longer", "shorter", "other", "no model"],
+)
+def test_bytes_are_validated_as_their_file_is(tmp_path: Path, update: bytes) -> None:
+    base, file = tmp_path / "base", tmp_path / "update"
+    base.write_bytes(Parameters.from_arrays(FITTING).to_bytes())
+    file.write_bytes(update)
+    assert report_validation.validate_content(update, base) == report_validation.validate_file(file, base, None)
+
+
 @pytest.mark.fault("F46")
 def test_a_header_that_is_far_too_long_is_not_read(base: Path, tmp_path: Path) -> None:
     long = upload(tmp_path / "long", {"weight": 4 * MIB}, 16 * MIB)

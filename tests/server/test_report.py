@@ -294,7 +294,9 @@ async def test_an_update_whose_assignment_ends_while_it_is_validated_is_deleted(
     job = await site.operator.start(f'durability = "{durability}"\n' + job_file(goal=1))
     client = await site.enroll()
     token = (await client.assignment()).token
-    report = asyncio.ensure_future(client.report_inline(token, UPDATE.to_bytes()))
+    content = UPDATE.to_bytes()
+    await client.upload(token, content)  # inside the report, it would be validated at once
+    report = asyncio.ensure_future(client.report(token, digest_of(content)))
     assert await asyncio.to_thread(checking.wait, daemons.PATIENCE_S)
     await site.operator.jobs.CancelJob(admin_pb2.JobRequest(job=job))
     await daemons.until_spool_is_empty(site.folder)

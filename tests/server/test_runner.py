@@ -12,7 +12,7 @@ from fedplat.rounds import Change, Verdict
 from fedplat.rounds.commands import Assign, Command, Refuse
 from fedplat.rounds.events import ClientCheckedIn, JobAction, OperatorCommand, TimerFired, UpdateReported
 from fedplat.rounds.states import JobStatus
-from fedplat_server.coordination import runner
+from fedplat_server.coordination import gathering
 from fedplat_server.errors import ParticipationError, StaleRevisionError, StoreError, StoreUnavailableError
 from support.daemons import Gate
 from support.runner_bench import PATIENCE_S, bench, settle
@@ -122,14 +122,14 @@ async def test_a_command_runs_after_what_follows_stored_changes(monkeypatch: pyt
         assert order == ["saved", "followed", "Assign"]
 
 
-async def test_reports_wait_for_each_other_until_one_closes_their_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So there is one transaction for them; an event of another kind ends the wait as well."""
-    for name in ("GAP_S", "GATHER_S"):
-        monkeypatch.setattr(runner, name, PATIENCE_S)
+async def test_reports_wait_for_those_that_come_until_one_closes_their_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So there is one transaction for them; an event of another kind ends the wait, and so does the end of a call."""
+    for name, value in {"GATHER_S": PATIENCE_S, "COMING_S": PATIENCE_S, "GAP_S": 0.0}.items():
+        monkeypatch.setattr(gathering, name, value)
     async with bench() as it:
-        await it.add("two", "demo", goal=3)
+        await it.add("two", "demo", goal=4)
         await it.act(JobAction.START, "two")
-        for client_id in "abc":
+        for client_id in "abcd":
             await it.runner.submit(ClientCheckedIn(client_id, "demo", trainers=frozenset({"toy"})))
         key = it.runner.coordinator.assignment_of("a")
         assert key is not None
@@ -138,18 +138,23 @@ async def test_reports_wait_for_each_other_until_one_closes_their_attempt(monkey
         def report(client_id: str) -> asyncio.Task[Verdict]:
             return asyncio.create_task(it.runner.submit(UpdateReported(key, client_id, client_id * 64, 1.0)))
 
-        first = report("a")
-        await settle()
-        assert (first.done(), it.store.calls["save"], it.runner.has_events) == (False, saves, True)
-        await it.act(JobAction.START, "other")
-        assert (await first).accepted
+        assert (await report("a")).accepted  # alone
         assert it.store.calls["save"] == saves + 1
-        second = report("b")
-        await settle()
-        assert not second.done()
-        assert (await report("c")).accepted
-        assert (await second).accepted
-        assert it.store.calls["save"] == saves + 2
+        with it.runner.expect_report("c"), it.runner.expect_report("idle"):
+            second = report("b")
+            await settle()
+            assert (second.done(), it.store.calls["save"], it.runner.has_events) == (False, saves + 1, True)
+            await it.act(JobAction.START, "other")
+            assert (await second).accepted
+            assert it.store.calls["save"] == saves + 2
+            third = report("d")
+            await settle()
+            assert not third.done()
+        assert (await third).accepted  # the call of the client c has ended without a report
+        assert it.store.calls["save"] == saves + 3
+        with it.runner.expect_report("d"):  # it sends its report again
+            assert (await report("c")).accepted
+        assert it.store.calls["save"] == saves + 4
 
 
 async def test_own_events_are_tried_until_they_are_stored() -> None:

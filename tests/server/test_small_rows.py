@@ -54,6 +54,16 @@ async def is_refused(call: object, code: grpc.StatusCode) -> None:
     assert caught.value.code() is code, caught.value.details()
 
 
+async def test_a_small_update_needs_no_thread(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: object) -> None:
+        raise AssertionError("a thread costs more than the work")
+
+    monkeypatch.setattr(spool.Spool, "run_in_thread", fail)
+    job, (client,), (work,) = await begun(site, job_file(goal=1), 1)
+    assert (await client.report_inline(work.token, UPDATES[0].to_bytes())).HasField("receipt")
+    await site.operator.until(job, "job", "COMPLETED")
+
+
 @pytest.mark.fault("F2", "F53")
 async def test_a_daemon_with_none_of_the_files_continues_the_round(folder: Path) -> None:
     """As on another host: it has the database, and the initial model, which is no row."""

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from fedplat.rounds import AssignmentId, AttemptKey, Proposal
+from fedplat.rounds import AssignmentId, AttemptKey, Proposal, Verdict
 from fedplat.rounds.events import ClientRevoked, JobAction, OperatorCommand
-from fedplat.rounds.states import AttemptPhase
+from fedplat.rounds.states import AttemptPhase, Reason
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.errors import BlobError, BlobFullError, RefusedError, SpoolError, UploadError
-from fedplat_server.rpc.report_intake import ReceivedUpdate, receive_update
+from fedplat_server.rpc.report_intake import ReceivedUpdate, receive_small, receive_update
 from fedplat_server.storage import spool
 from fedplat_server.storage.spool import Spool
 from fedplat_server.storage.spool_file import MemoryFile, SpoolFile, name_attempt, spool_path_of
@@ -166,6 +166,34 @@ def test_a_report_in_a_row_comes_with_its_bytes(uploads: Spool, again: fleet_pb2
     receive_update(uploads, KEY, REPORT, lambda path, _: 2.0)
     received = receive_update(uploads, KEY, again, lambda path, _: 2.0)
     assert received == ReceivedUpdate(len(DATA), 2.0, DATA)
+
+
+def test_a_small_update_is_received_at_once(uploads: Spool) -> None:
+    take_rows(uploads)
+    assert receive_small(uploads, KEY, REPORT, lambda _: Verdict(Reason.REJECTED_NONFINITE)) == Verdict(
+        Reason.REJECTED_NONFINITE
+    )
+    uploads.discard(KEY)
+    assert receive_small(uploads, KEY, REPORT, lambda content: float(len(content))) == ReceivedUpdate(
+        len(DATA), float(len(DATA)), DATA
+    )
+    assert uploads.find_row(KEY, DIGEST) == DATA
+    assert receive_small(uploads, KEY, REPORT, lambda _: 2.0) is None  # it is there already
+    wrong = fleet_pb2.ReportRequest(digest="0" * 64, update=DATA)
+    assert receive_small(uploads, KEY, wrong, lambda _: 2.0) == Verdict(Reason.REJECTED_DIGEST)
+    ended = AssignmentId(KEY.attempt, "gone")
+    with pytest.raises(RefusedError, match="the assignment has ended"):
+        receive_small(uploads, ended, REPORT, lambda _: 2.0)
+
+
+def test_a_small_update_that_would_wait_needs_a_thread(uploads: Spool) -> None:
+    assert receive_small(uploads, KEY, REPORT, lambda _: 2.0) is None  # it is no row
+    take_rows(uploads)
+    with uploads._lock:  # pyright: ignore[reportPrivateUsage]
+        assert receive_small(uploads, KEY, REPORT, lambda _: 2.0) is None
+    begun = uploads.open(KEY, DIGEST, len(DATA), 0)
+    begun.write(DATA[:3])
+    assert receive_small(uploads, KEY, REPORT, lambda _: 2.0) is None  # it would remove a file
 
 
 # --- made durable --------------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ async def test_a_budget_serves_in_order_and_is_whole_again_after_all() -> None:
     await asyncio.sleep(0)
     waiting = [asyncio.create_task(hold(budget, size, str(size), order, over)) for size in (6, 5)]
     await asyncio.sleep(0)
-    assert (budget.free_bytes, budget.num_waiting) == (0, 2)
+    assert (budget.free_bytes, budget.num_waiting, budget.is_half_free) == (0, 2, False)
     with pytest.raises(RefusedError):  # so many wait, and no more
         async with budget.share(1):
             pass

@@ -196,9 +196,12 @@ class Connection:
         """Request a TLS certificate; the server answers only a signed call."""
         return self._call(_RENEW_CERTIFICATE, request, signal, self._timeout_s)
 
-    def report(self, request: fleet_pb2.ReportRequest) -> fleet_pb2.ReportResponse:
-        """Report an update. No signal cancels it: the answer, whether it was accepted, is worth waiting for."""
-        return self._call(_REPORT, request, StopSignal(), self._timeout_s)
+    def report(self, request: fleet_pb2.ReportRequest, signal: StopSignal) -> fleet_pb2.ReportResponse:
+        """Report an update; wait for the next assignment at most as long as the check-in of the request says, if any.
+
+        Without one no signal must cancel it: the answer, whether it was accepted, is worth waiting for.
+        """
+        return self._call(_REPORT, request, signal, request.check_in.wait_s + self._timeout_s)
 
     def step(self, request: fleet_pb2.StepRequest, signal: StopSignal) -> fleet_pb2.StepResponse:
         """Send the message of a step; wait for the input of what the client does next, at most `request.wait_s`."""

@@ -100,7 +100,11 @@ class ClientSession:
 
     def check_in(self, wait_s: float) -> fleet_pb2.CheckInResponse:
         """Wait for an assignment, at most `wait_s`. Raises `CallError`."""
-        request = fleet_pb2.CheckInRequest(
+        return self._endpoints.connection.check_in(self.make_check_in(wait_s), self._stop)
+
+    def make_check_in(self, wait_s: float) -> fleet_pb2.CheckInRequest:
+        """Return the request that waits for an assignment, at most `wait_s`."""
+        return fleet_pb2.CheckInRequest(
             protocol_version=wire.PROTOCOL_VERSION,
             software_version=__version__,
             labels=self._description.labels,
@@ -111,7 +115,6 @@ class ClientSession:
             features=self._description.features,
             wait_s=wait_s,
         )
-        return self._endpoints.connection.check_in(request, self._stop)
 
     def explain_error(self, exc: errors.CallError) -> errors.CallError:
         """Return the error with its cause: a proxy in between, the server's TLS, or the short form of gRPC's text."""

@@ -131,10 +131,14 @@ _FAIL_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class CheckInResult:
-    """The outcome of a check-in or an assignment: whether to back off, and the server's retry window if it sent one."""
+    """The outcome of a check-in or an assignment: whether to back off, and the server's retry window if it sent one.
+
+    `next` is the assignment that a report was answered with.
+    """
 
     failed: bool
     retry: model_pb2.RetryWindow | None = None
+    next: fleet_pb2.Assignment | None = None
 
 
 class AssignmentFailedError(errors.ClientError):

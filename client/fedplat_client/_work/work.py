@@ -69,6 +69,8 @@ class AssignedWork:
     span: spans.Start
     fields: dict[str, object]
     """Fields of the log."""
+    check_in: fleet_pb2.CheckInRequest | None = None
+    """The next check-in, for the report; None if the client may take no other assignment then."""
 
     @property
     def options(self) -> ClientOptions:
@@ -127,16 +129,19 @@ class AssignedWork:
 
     def _report(self, request: fleet_pb2.ReportRequest, content: Outgoing | None) -> CheckInResult:
         parts, fields = self.parts, self.fields
+        if self.check_in is not None and self.assignment.check_in_with_report:
+            request.check_in.CopyFrom(self.check_in)
 
         def recover(exc: ServerUnavailableError) -> None:
             if self.control.remaining_s <= 0:
                 raise exc
+            request.ClearField("check_in")  # the answer must come at once
             if exc.code == _BYTES_MISSING and content is not None:
                 with self.stoppable():
                     self._upload(content)
 
         try:
-            response = retry(lambda: parts.connection.report(request), parts.options, parts.stop, recover=recover)
+            response = retry(lambda: self._send_report(request), parts.options, parts.stop, recover=recover)
         except ServerUnavailableError as exc:
             _logger.warning("The task could not be reported: %s", exc, extra=fields)
             return CheckInResult(failed=True)
@@ -146,11 +151,21 @@ class AssignedWork:
         if not response.HasField("refusal"):
             name = texts.printable(f"round {fields['round']} of the job {fields['job_name']}")
             _logger.info("The task is done and reported: %s.", name, extra=fields)
-            return CheckInResult(failed=False)
+            return CheckInResult(failed=False, next=response.next if response.HasField("next") else None)
         refusal = response.refusal
         reason = {"reason": cancellation.reason_name(refusal.reason)}
         _logger.warning("The server rejected the report: %s", refusal.text, extra={**fields, **reason})
         return CheckInResult(failed=True, retry=refusal.retry if refusal.HasField("retry") else None)
+
+    def _send_report(self, request: fleet_pb2.ReportRequest) -> fleet_pb2.ReportResponse:
+        """Report, and wait for the next assignment if the request has a check-in, unless the client is stopped."""
+        connection = self.parts.connection
+        if request.HasField("check_in"):
+            try:
+                return connection.report(request, self.parts.stop)
+            except errors.Cancelled:
+                request.ClearField("check_in")
+        return connection.report(request, cancellation.StopSignal())
 
     def _open_client_state(self, merged: WasMerged) -> ClientState:
         """Return the client state of a job; its files are unchanged until the server reports which is valid."""
@@ -193,7 +208,12 @@ def make_merge_check(connection: Connection, options: ClientOptions, control: ta
         """Report again: after the end of an attempt, only merged updates get a receipt."""
         request = fleet_pb2.ReportRequest(token=sent.token, digest=sent.digest)
         try:
-            answer = retry(lambda: connection.report(request), options, control.signal, attempts=_MERGE_CHECK_ATTEMPTS)
+            answer = retry(
+                lambda: connection.report(request, cancellation.StopSignal()),
+                options,
+                control.signal,
+                attempts=_MERGE_CHECK_ATTEMPTS,
+            )
         except ServerUnavailableError:
             control.signal.check()
             raise
@@ -217,15 +237,22 @@ class AssignmentWorker:
     parts: ClientParts
     find_half: Callable[[fleet_pb2.Assignment], ClientHalf]
 
-    def run(self, assignment: fleet_pb2.Assignment) -> heartbeat.CheckInResult:
-        """Run an assignment until it ends, in success or failure. Raises `IdentityError` only."""
+    def run(
+        self, assignment: fleet_pb2.Assignment, check_in: fleet_pb2.CheckInRequest | None = None
+    ) -> heartbeat.CheckInResult:
+        """Run an assignment until it ends, in success or failure. Raises `IdentityError` only.
+
+        `check_in` may be sent with its report.
+        """
         parts, half = self.parts, self.find_half(assignment)
         control = task.Control(
             assignment.training_timeout_s, assignment.upload_timeout_s, parts.options, may_be_late=half.may_be_late
         )
         fields = _fields(assignment)
         span = functools.partial(spans.start, assignment.traceparent)
-        work = AssignedWork(parts=parts, assignment=assignment, control=control, span=span, fields=fields)
+        work = AssignedWork(
+            parts=parts, assignment=assignment, control=control, span=span, fields=fields, check_in=check_in
+        )
         kind = "evaluation" if assignment.task == fleet_pb2.TASK_EVALUATE else "training"
         text = f"{kind} with {assignment.trainer} in round {assignment.round} of the job {assignment.job_name}"
         name = texts.printable(text)  # the server chooses the names
@@ -250,6 +277,11 @@ class AssignmentWorker:
         if stop.reason not in _DEADLINES:  # the server's deadline has passed already
             self._fail(assignment.token, stop, control)
         return heartbeat.CheckInResult(failed=True)
+
+    def give_back(self, assignment: fleet_pb2.Assignment | None) -> None:
+        """Tell the server that the client has been stopped before it began an assignment, if any; best effort."""
+        if assignment is not None:
+            heartbeat.report_failure(self.parts.connection, assignment.token, cancellation.client_stopped())
 
     def _fail(self, token: str, stop: cancellation.Stop, control: task.Control) -> None:
         """Report a failure, unless the server knows it; best effort."""

@@ -455,6 +455,7 @@ class Assignment(_message.Message):
     DIGEST_LAST_FIELD_NUMBER: _builtins.int
     BLAKE3_FIELD_NUMBER: _builtins.int
     NUM_ROUNDS_FIELD_NUMBER: _builtins.int
+    CHECK_IN_WITH_REPORT_FIELD_NUMBER: _builtins.int
     token: _builtins.str
     """Secret, for this assignment only; all later calls for it send the token."""
     job_id: _builtins.str
@@ -489,6 +490,8 @@ class Assignment(_message.Message):
     """
     num_rounds: _builtins.int
     """The number of rounds of the job. Servers before 0.2 leave it unset."""
+    check_in_with_report: _builtins.bool
+    """Whether the report may have the client's next check-in. Servers before 0.2 leave this unset."""
     @_builtins.property
     def model(self) -> _model_pb2.ModelRef: ...
     @_builtins.property
@@ -527,10 +530,11 @@ class Assignment(_message.Message):
         digest_last: _builtins.bool = ...,
         blake3: _builtins.bool = ...,
         num_rounds: _builtins.int = ...,
+        check_in_with_report: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "gossip_setup", b"gossip_setup", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "blake3", b"blake3", "config", b"config", "delta", b"delta", "digest_last", b"digest_last", "gossip_setup", b"gossip_setup", "heartbeat_s", b"heartbeat_s", "job_id", b"job_id", "job_name", b"job_name", "model", b"model", "model_bytes", b"model_bytes", "num_rounds", b"num_rounds", "round", b"round", "secure_setup", b"secure_setup", "task", b"task", "token", b"token", "traceparent", b"traceparent", "trainer", b"trainer", "training_timeout_s", b"training_timeout_s", "uplink", b"uplink", "upload_timeout_s", b"upload_timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "blake3", b"blake3", "check_in_with_report", b"check_in_with_report", "config", b"config", "delta", b"delta", "digest_last", b"digest_last", "gossip_setup", b"gossip_setup", "heartbeat_s", b"heartbeat_s", "job_id", b"job_id", "job_name", b"job_name", "model", b"model", "model_bytes", b"model_bytes", "num_rounds", b"num_rounds", "round", b"round", "secure_setup", b"secure_setup", "task", b"task", "token", b"token", "traceparent", b"traceparent", "trainer", b"trainer", "training_timeout_s", b"training_timeout_s", "uplink", b"uplink", "upload_timeout_s", b"upload_timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -778,6 +782,7 @@ class ReportRequest(_message.Message):
     METRICS_FIELD_NUMBER: _builtins.int
     UPDATE_FIELD_NUMBER: _builtins.int
     UPLOAD_ID_FIELD_NUMBER: _builtins.int
+    CHECK_IN_FIELD_NUMBER: _builtins.int
     token: _builtins.str
     digest: _builtins.str
     """SHA-256 of the uploaded update, or "b3:" and its BLAKE3 after an upload with such an id; empty for an evaluation."""
@@ -788,6 +793,12 @@ class ReportRequest(_message.Message):
     """As in UploadHeader: the upload that has the digest. Bytes with another one are discarded."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    @_builtins.property
+    def check_in(self) -> Global___CheckInRequest:
+        """The client's next check-in, if Assignment.check_in_with_report is set: an accepted report is answered with the next
+        assignment if there is one soon. The client is not free if the report is refused.
+        """
+
     def __init__(
         self,
         *,
@@ -797,10 +808,11 @@ class ReportRequest(_message.Message):
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         update: _builtins.bytes = ...,
         upload_id: _builtins.str = ...,
+        check_in: Global___CheckInRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["check_in", b"check_in"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "metrics", b"metrics", "num_examples", b"num_examples", "token", b"token", "update", b"update", "upload_id", b"upload_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["check_in", b"check_in", "digest", b"digest", "metrics", b"metrics", "num_examples", b"num_examples", "token", b"token", "update", b"update", "upload_id", b"upload_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -812,19 +824,25 @@ class ReportResponse(_message.Message):
 
     RECEIPT_FIELD_NUMBER: _builtins.int
     REFUSAL_FIELD_NUMBER: _builtins.int
+    NEXT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def receipt(self) -> Global___Receipt: ...
     @_builtins.property
     def refusal(self) -> Global___Refusal: ...
+    @_builtins.property
+    def next(self) -> Global___Assignment:
+        """The client's next assignment, if the request has a check-in. Unset: the client checks in as usual."""
+
     def __init__(
         self,
         *,
         receipt: Global___Receipt | None = ...,
         refusal: Global___Refusal | None = ...,
+        next: Global___Assignment | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "receipt", b"receipt", "refusal", b"refusal"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["next", b"next", "outcome", b"outcome", "receipt", b"receipt", "refusal", b"refusal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "receipt", b"receipt", "refusal", b"refusal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next", b"next", "outcome", b"outcome", "receipt", b"receipt", "refusal", b"refusal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["receipt", "refusal"]  # noqa: Y015
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015

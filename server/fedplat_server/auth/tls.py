@@ -250,11 +250,13 @@ def _requested_key(signing_request: bytes) -> ec.EllipticCurvePublicKey:
 class PeerCertificates:
     """Reads the client from the certificate of a connection.
 
-    TLS has verified the signature. The expiry is checked again for each call: connections outlive certificates.
+    TLS has verified the signature. The expiry is checked again for each call: connections outlive certificates. Unless
+    a port is `required` to have certificates, no caller is asked for one, and no call pays for looking.
     """
 
-    def __init__(self, now: Callable[[], datetime.datetime] = utc_now) -> None:
+    def __init__(self, now: Callable[[], datetime.datetime] = utc_now, *, required: bool = True) -> None:
         self._now = now
+        self._required = required
         self._cache: OrderedDict[bytes, tuple[str, datetime.datetime]] = OrderedDict()
 
     def client_of(self, context: Any) -> str:
@@ -263,7 +265,7 @@ class PeerCertificates:
         Empty on a port that requires no certificate. Raises `RefusedError` if the certificate names no client or has
         expired.
         """
-        chain: Sequence[bytes] = context.auth_context().get("x509_pem_cert", ())
+        chain: Sequence[bytes] = context.auth_context().get("x509_pem_cert", ()) if self._required else ()
         return self._client(chain[0]) if chain else ""
 
     def _client(self, certificate: bytes) -> str:

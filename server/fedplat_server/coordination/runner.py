@@ -1,9 +1,9 @@
 """The runner of the coordinator with a real clock: events are queued, stored in batches, and then acted upon.
 
 See the loop in `Runner.run`. All waiting events are one batch and one transaction, so a thousand reports cost a few
-commits. Reports also wait a few milliseconds for each other, unless they close their attempt. The caller of an event
-receives its verdict after it is stored. If the database refuses a batch permanently, each event is stored separately,
-so that one caller's event cannot fail those of others.
+commits. Reports also wait for others that are on their way (`gathering`), unless they close their attempt. The caller
+of an event receives its verdict after it is stored. If the database refuses a batch permanently, each event is stored
+separately, so that one caller's event cannot fail those of others.
 
 If the database does not answer, the batch may have been stored or not (only the reply may have been lost). The callers
 receive an error at once, and the runner queries the database, which stores the id of each save, until it answers
@@ -14,13 +14,13 @@ is based on a state that is not the stored one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
-import itertools
 import math
 import secrets
-from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -28,6 +28,7 @@ import numpy as np
 from fedplat.rounds import Change, Context, Coordinator, Proposal, Verdict, commands, events
 from fedplat_server import logs, retries
 from fedplat_server.auth.client_directory import new_token
+from fedplat_server.coordination.gathering import ComingReports, Gathering
 from fedplat_server.database.sql_contents import NO_CONTENTS, SmallContents
 from fedplat_server.database.store import Store
 from fedplat_server.errors import (
@@ -42,10 +43,6 @@ from fedplat_server.records.audit import AuditEntry
 
 Result = TypeVar("Result")
 MAX_BATCH = 1000
-GAP_S = 0.005
-"""The time for which reports that do not close their attempt wait for the next one, to be stored with it."""
-GATHER_S = 0.1
-"""The longest time for which a report waits for others."""
 NO_ANSWER = "the server's database does not answer"
 FULL = "the disk of the server's database is full"
 LOG_EVERY_S = 60.0
@@ -128,7 +125,9 @@ class Runner:
         self._clock = clock
         self._new_context = new_context
         self._store_retry_s = store_retry_s
-        self._queue: asyncio.Queue[_Item] = asyncio.Queue()
+        self._queue: deque[_Item] = deque()
+        self._moved = asyncio.Event()  # an event was queued, or an expected report ended otherwise
+        self._coming = ComingReports()
         self._batch: list[_Item] = []
         self._timers: dict[str, Timer] = {}
         self._ended: BaseException | None = None
@@ -144,7 +143,7 @@ class Runner:
 
     def post(self, event: events.Event, contents: SmallContents = NO_CONTENTS) -> None:
         """Queue an event of the server itself, which is retried until it is stored; `contents` as for `submit`."""
-        self._queue.put_nowait(_Item(event, contents=contents))
+        self._put(_Item(event, contents=contents))
 
     async def submit(
         self,
@@ -164,15 +163,27 @@ class Runner:
         if self._doubt is not None:
             raise StoreUnavailableError(str(self._doubt)) from self._doubt
         answer: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
-        self._queue.put_nowait(_Item(event, answer, when_stored, audit, contents))
+        self._put(_Item(event, answer, when_stored, audit, contents))
         return await answer
+
+    @contextlib.contextmanager
+    def expect_report(self, client_id: str) -> Generator[None]:
+        """Let the reports of a client's job wait for the one that the client is sending, while the block runs."""
+        key = self.coordinator.assignment_of(client_id)
+        if key is None:
+            yield
+            return
+        with self._coming.expect(key.job_id, client_id, self.now):
+            try:
+                yield
+            finally:
+                self._moved.set()
 
     async def run(self, actor: Actor) -> None:
         """Store batches of events until cancelled, or until an error that requires a restart."""
         try:
             while True:
-                self._batch = [await self._queue.get()]
-                self._take_waiting()
+                await self._wait_for_events()
                 await self._gather_reports()
                 await self._process(self._batch, actor)
                 self._batch = []
@@ -188,7 +199,7 @@ class Runner:
     @property
     def has_events(self) -> bool:
         """True if events are waiting to be stored, or are being stored."""
-        return bool(self._batch) or not self._queue.empty()
+        return bool(self._batch or self._queue)
 
     def stop_timers(self) -> None:
         """Cancel the timers of all deadlines."""
@@ -196,35 +207,36 @@ class Runner:
             timer.cancel()
         self._timers.clear()
 
+    def _put(self, item: _Item) -> None:
+        self._queue.append(item)
+        if isinstance(item.event, events.UpdateReported):
+            self._coming.on_queued(item.event, self.now)
+        self._moved.set()
+
+    async def _wait_for_events(self) -> None:
+        while not self._queue:
+            self._moved.clear()
+            await self._moved.wait()
+        self._take_waiting()
+
     def _take_waiting(self) -> None:
-        while not self._queue.empty() and len(self._batch) < MAX_BATCH:
-            self._batch.append(self._queue.get_nowait())
+        while self._queue and len(self._batch) < MAX_BATCH:
+            self._batch.append(self._queue.popleft())
 
     async def _gather_reports(self) -> None:
-        """Wait a moment for the reports that follow, as long as those of the batch change nothing for anyone else."""
-        clock = asyncio.get_running_loop().time
-        ends_at = clock() + GATHER_S
-        while self._awaits_reports() and (left_s := min(GAP_S, ends_at - clock())) > 0.0:
+        """Wait for the reports that follow, as long as nothing else waits for the events of the batch."""
+        gathering, num_added = Gathering(self.coordinator, self._coming, self.now), 0
+        while all(gathering.add(item.event) for item in self._batch[num_added:]) and len(self._batch) < MAX_BATCH:
+            num_added = len(self._batch)
+            if (left_s := gathering.left_s(self.now)) <= 0.0:
+                return
+            self._moved.clear()
             try:
                 async with asyncio.timeout(left_s):
-                    self._batch.append(await self._queue.get())
+                    await self._moved.wait()
             except TimeoutError:
                 return
             self._take_waiting()
-
-    def _awaits_reports(self) -> bool:
-        """Return whether all events of the batch are reports, and their attempts still await others."""
-        counts = Counter[str]()
-        for item in self._batch:
-            if not isinstance(item.event, events.UpdateReported):
-                return False
-            counts[item.event.key.job_id] += 1
-        return len(self._batch) < MAX_BATCH and all(itertools.starmap(self._lacks_reports, counts.items()))
-
-    def _lacks_reports(self, job_id: str, num_more: int) -> bool:
-        job = self.coordinator.jobs.get(job_id)
-        attempt = job.open_attempt if job is not None else None
-        return attempt is not None and attempt.num_reported + num_more < attempt.goal
 
     async def _process(self, batch: list[_Item], actor: Actor) -> None:
         context = self._new_context(self.now)
@@ -274,12 +286,13 @@ class Runner:
         """Query the database until it answers whether the changes were stored. Meanwhile callers receive the error."""
         self._note_problem(batch, exc)
         self._doubt = exc
-        waiting = [self._queue.get_nowait() for _ in range(self._queue.qsize())]
+        waiting = list(self._queue)
+        self._queue.clear()
         for item in (*batch, *waiting):
             _fail(item, exc)
         for item in waiting:
             if item.answer is None:
-                self._queue.put_nowait(item)
+                self._put(item)
         find = functools.partial(self._store.jobs.find_last_save, proposal.changes[0].job.job_id)
         pauses = retries.grow_pauses(self._store_retry_s, rng)
         last = await retries.retry(find, StoreUnavailableError, pauses)
@@ -320,15 +333,14 @@ class Runner:
             # client that has checked in again.
             self.coordinator.room.leave(item.event.client_id)
         elif item.answer is None:
-            self._clock.call_at(self.now + self._store_retry_s, functools.partial(self._queue.put_nowait, item))
+            self._clock.call_at(self.now + self._store_retry_s, functools.partial(self._put, item))
         _fail(item, exc)
 
     def _end(self, exc: BaseException) -> None:
         """Fail all waiting events, whose callers would otherwise wait forever."""
         self._ended = exc
-        remaining, self._batch = self._batch, []
-        while not self._queue.empty():
-            remaining.append(self._queue.get_nowait())
+        remaining, self._batch = [*self._batch, *self._queue], []
+        self._queue.clear()
         for item in remaining:
             _fail(item, StoreUnavailableError(f"the server is stopping: {exc}"))
 

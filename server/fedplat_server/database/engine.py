@@ -194,8 +194,12 @@ def create_blocking_engine(url: URL) -> sqlalchemy.Engine:
     return engine
 
 
+# With escapes, texts of clients would be up to three times as long.
+_JSON = json.JSONEncoder(ensure_ascii=False)
+
+
 def _to_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)  # with escapes, texts of clients would be up to three times as long
+    return "{}" if value == {} else _JSON.encode(value)  # most assignments and rows of the history have no metrics
 
 
 def _set_up_sqlite(engine: sqlalchemy.Engine, foreign_keys: bool) -> None:

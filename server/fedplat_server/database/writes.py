@@ -21,7 +21,7 @@ import sqlalchemy
 from sqlalchemy import Connection, distinct, func, or_, select
 
 from fedplat.job import JobSpec
-from fedplat.rounds import Attempt, AttemptKey, Change
+from fedplat.rounds import Attempt, AttemptKey, Change, JobState
 from fedplat.rounds.changes import MESSAGE_KINDS, SentMessage
 from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat.rounds.protocols.secure_phases import MAX_BARRED
@@ -101,20 +101,25 @@ class Batch:
     def flatten(cls, changes: Iterable[Change], unix_s: float, now: float, save_id: str) -> Batch:
         """Return changes as rows. Raises `StaleRevisionError` if those of one job do not follow each other."""
         batch = cls(unix_s, now, save_id)
+        jobs, attempts = dict[str, JobState](), dict[AttemptKey, Attempt]()
         for change in changes:
+            job_id = change.job.job_id
+            if job_id in jobs and jobs[job_id].revision != change.expected_revision:
+                raise _stale_revision(job_id, change.expected_revision)
+            jobs[job_id] = change.job
+            if change.attempt is not None:
+                attempts[change.attempt.key] = change.attempt
             batch._add(change)
+        # Only the last states become rows.
+        batch.jobs = {job_id: rows.job_values(job) | {"save_id": save_id} for job_id, job in jobs.items()}
+        batch.attempts = {key: rows.attempt_values(attempt, unix_s) for key, attempt in attempts.items()}
         return batch
 
     def _add(self, change: Change) -> None:
         job_id, unix_s = change.job.job_id, self.unix_s
-        if job_id in self.jobs and self.jobs[job_id]["revision"] != change.expected_revision:
-            raise _stale_revision(job_id, change.expected_revision)
         self.expected.setdefault(job_id, change.expected_revision)
-        self.jobs[job_id] = rows.job_values(change.job) | {"save_id": self.save_id}
-        if change.attempt is not None:
-            self.attempts[change.attempt.key] = rows.attempt_values(change.attempt, unix_s)
-            if not change.attempt.is_open:
-                self.ended.add(change.attempt.key)
+        if change.attempt is not None and not change.attempt.is_open:
+            self.ended.add(change.attempt.key)
         self.messages.extend(change.messages)
         self._add_limits(change)
         for assignment in change.assignments:

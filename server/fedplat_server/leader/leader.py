@@ -19,11 +19,11 @@ from fedplat_server.database.engine import async_url
 from fedplat_server.leader.parts import LeaderParts
 from fedplat_server.rpc import serving
 from fedplat_server.rpc.admission import Admission
-from fedplat_server.rpc.check_in import AssignmentMessages, CheckInService, ClientModels
+from fedplat_server.rpc.check_in import AssignmentMessages, CheckIns, CheckInService, ClientModels
 from fedplat_server.rpc.client_access import AssignmentFinder, ClientAccess, EnrollmentService
 from fedplat_server.rpc.clients import ClientsService, FleetView
 from fedplat_server.rpc.events import EventsService, WebhooksService
-from fedplat_server.rpc.fleet import FleetService, WorkingClientsService
+from fedplat_server.rpc.fleet import FleetService, ReportService, WorkingClientsService
 from fedplat_server.rpc.job_models import JobModelsService
 from fedplat_server.rpc.job_rounds import JobRoundsService
 from fedplat_server.rpc.job_view import JobView
@@ -201,7 +201,8 @@ def make_route(parts: LeaderParts) -> LocalRoute:
             events_pb2_grpc.add_WebhooksServicer_to_server, WebhooksService(parts.records.webhooks, store)
         ),
     ]
-    admission = Admission(operator_access, access.read_claim, origins, mandate.endpoint.reads, parts.files.memory)
+    reads, expect_report = mandate.endpoint.reads, coordination.runner.expect_report
+    admission = Admission(operator_access, access.read_claim, origins, reads, parts.files.memory, expect_report)
     return serving.route(_make_fleet(parts, access, authenticator, enrollments), others, admission)
 
 
@@ -243,8 +244,7 @@ def _make_fleet(
         mtls_port=mandate.endpoint.mtls_port,
     )
     is_tracing = mandate.endpoint.tracing is not None
-    free = functools.partial(
-        CheckInService,
+    check_ins = CheckIns(
         access=access,
         limits=limits,
         presence=long_polls.Presence(coordination.clients, parts.records.availability, coordination.progress),
@@ -253,6 +253,17 @@ def _make_fleet(
         messages=AssignmentMessages(coordination.runner, halves, models, is_tracing=is_tracing),
         instruments=instruments,
         draining=coordination.draining,
+    )
+    free = functools.partial(CheckInService, access=access, check_ins=check_ins)
+    reports = functools.partial(
+        ReportService,
+        access=access,
+        finder=finder,
+        runner=coordination.runner,
+        intake=intake,
+        conflicts=revocation.Conflicts(store.audit),
+        memory=files.memory,
+        check_ins=check_ins,
     )
     working = functools.partial(
         WorkingClientsService,
@@ -273,9 +284,8 @@ def _make_fleet(
         halves=halves,
         intake=intake,
         models=models,
-        conflicts=revocation.Conflicts(store.audit),
     )
-    return serving.combine(fleet_pb2_grpc.FleetServicer, identity, free, working, results)
+    return serving.combine(fleet_pb2_grpc.FleetServicer, identity, free, reports, working, results)
 
 
 def _make_jobs(parts: LeaderParts) -> admin_pb2_grpc.JobsServicer:

@@ -194,6 +194,11 @@ class MemoryBudget:
         return self._free
 
     @property
+    def is_half_free(self) -> bool:
+        """True if calls hold at most half of the bytes."""
+        return 2 * self._free >= self._total
+
+    @property
     def num_waiting(self) -> int:
         """The number of calls that wait for a share."""
         return sum(not turn.done() for _, turn in self._waiting)

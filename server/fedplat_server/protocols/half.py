@@ -47,6 +47,8 @@ Validate = Callable[[FilePart, RunningNorm | None], float | Verdict | None]
 """A function that returns the norm of the update in a file, or its refusal. None: it is masked, and has no norm.
 
 It also gets what has measured the file while it arrived, if anything has (`ServerHalf.running_norm`)."""
+ValidateSmall = Callable[[bytes], float | Verdict]
+"""A function that returns the norm of a small update in memory, or its refusal. No thread is needed for it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,6 +112,12 @@ class ServerHalf:
         """Return what measures an update of a job while it arrives, so that its report need not read it again."""
         async with self._parts.blobs.local(job.latest.digest) as (base,):
             return report_validation.running_norm(base, job.spec.compression.uplink)
+
+    def small_validator(self, job: JobState, base: Path) -> ValidateSmall | None:
+        """Return the function that validates an update of a small model; None if only `validator` has one."""
+        if job.spec.compression.uplink is not None:  # its codec may be that of a plugin
+            return None
+        return lambda update: report_validation.validate_content(update, base)
 
     def stores_rows(self, job: JobState) -> bool:
         """Return whether small updates and models may be rows of the database, which its backups and logs then have.

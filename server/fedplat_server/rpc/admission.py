@@ -185,6 +185,7 @@ class Admission:
     """Admits calls of clients and of operators. Raises `RefusedError` for others.
 
     `read_claim` returns the client that a call claims to be. The message is needed to verify that: it is signed, too.
+    `expect_report` lets other reports wait for the one of a client while its block runs.
     """
 
     operator_access: OperatorAccess
@@ -192,10 +193,12 @@ class Admission:
     origins: Origins
     reads: Reads
     memory: UploadMemory
+    expect_report: Callable[[str], contextlib.AbstractContextManager[None]]
 
     @contextlib.asynccontextmanager
     async def admit(self, method: str, context: Context) -> AsyncGenerator[ReadPermit]:
         """Admit a call; hold its share of the upload memory until it ends."""
+        client_id = ""
         service, _, name = method.removeprefix("/").partition("/")
         if service != FLEET:
             operator = await self.operator_access.admit(method, context)
@@ -206,14 +209,17 @@ class Admission:
             yield ReadPermit(self.reads.read_newcomer(caller))
             return
         else:
-            read = self.reads.read_identified(await self.read_claim(method, context), method)
+            client_id = await self.read_claim(method, context)
+            read = self.reads.read_identified(client_id, method)
         if name not in LARGE:
             await _signal_gateway(context)
             yield ReadPermit(read)
             return
         async with self.memory.reports.share(interceptor.max_bytes(method)) as share:
             await _signal_gateway(context)
-            yield ReadPermit(read, share, is_poll=name == "Step")
+            # Not before it has its share: other reports might hold that until they are stored.
+            with self.expect_report(client_id) if name == "Report" else contextlib.nullcontext():
+                yield ReadPermit(read, share, is_poll=name == "Step")
 
 
 class OpenAdmission:

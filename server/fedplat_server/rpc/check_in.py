@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import AsyncGenerator, Callable
 
 from typing_extensions import override
@@ -32,6 +33,8 @@ from fedplat_server.storage.read_cache import Chunks, InlineModels
 from fedplat_server.tracing import ids
 
 DRAINING = commands.RetryWindow(1.0, 5.0)
+NEXT_WAIT_S = 2.0
+"""The longest time for which an accepted report waits for the next assignment of its client."""
 
 
 class AssignmentMessages:
@@ -65,6 +68,7 @@ class AssignmentMessages:
             delta=None if model_bytes else convert.model_delta(model, spec),
             traceparent=ids.traceparent(assignment, spec.num_wanted) if self._is_tracing else "",
             digest_last=True,
+            check_in_with_report=True,
             blake3=digests.has_blake3(),
             num_rounds=spec.rounds,
         )
@@ -76,8 +80,8 @@ class AssignmentMessages:
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
-class CheckInService(fleet_pb2_grpc.FleetServicer):
-    """The method with which a free client waits for an assignment."""
+class CheckIns:
+    """The check-ins of free clients, each in a call of its own or with the report that made the client free."""
 
     access: client_access.ClientAccess
     limits: config.Limits
@@ -89,12 +93,24 @@ class CheckInService(fleet_pb2_grpc.FleetServicer):
     draining: asyncio.Event
     """It is set when the daemon stops: clients get no more assignments."""
 
-    @override
-    async def CheckIn(
-        self, request: fleet_pb2.CheckInRequest, context: interceptor.Context
+    async def next_assignment(
+        self, client: ClientRecord, request: fleet_pb2.CheckInRequest
+    ) -> fleet_pb2.Assignment | None:
+        """Wait for up to `NEXT_WAIT_S` for the assignment of a client whose report was accepted; None without one.
+
+        The report is answered in any case: an invalid check-in is refused when it comes again in its own call.
+        """
+        try:
+            response = await self.wait(client, request, NEXT_WAIT_S)
+        except (errors.RefusedError, errors.StoreError) as exc:
+            logs.get().debug("a report is answered without the next assignment", error=str(exc))
+            return None
+        return response.assignment if response.HasField("assignment") else None
+
+    async def wait(
+        self, client: ClientRecord, request: fleet_pb2.CheckInRequest, longest_s: float = math.inf
     ) -> fleet_pb2.CheckInResponse:
-        validation.protocol_version(request.protocol_version)
-        client = await self.access.begin_call(context)
+        """Wait for the assignment of a free client, at most as long as it asks for. Raises `RefusedError`."""
         labels = validation.labels(request.labels, self.limits)
         trainers = validation.names(request.trainers, "trainer", self.limits)
         evaluators = validation.names(request.evaluators, "evaluator", self.limits)
@@ -116,7 +132,7 @@ class CheckInService(fleet_pb2_grpc.FleetServicer):
             features=validation.names(request.features, "feature", self.limits),
             session=client.session_number,
         )
-        wait_s = validation.wait_s(request.wait_s, self.limits)
+        wait_s = min(validation.wait_s(request.wait_s, self.limits), longest_s)
         command = await wait_for_work(self.runner, self.long_polls, event, wait_s)
         assignment = await self.messages.make(command) if isinstance(command, commands.Assign) else None
         await self.access.require(client)  # it may have been revoked while it waited
@@ -140,6 +156,22 @@ class CheckInService(fleet_pb2_grpc.FleetServicer):
             return
         result = "assigned" if reason is None else reason.value.lower()
         instruments.check_ins.labels(instruments.populations.of(client.population), result).inc()
+
+
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class CheckInService(fleet_pb2_grpc.FleetServicer):
+    """The method with which a free client waits for an assignment."""
+
+    access: client_access.ClientAccess
+    check_ins: CheckIns
+
+    @override
+    async def CheckIn(
+        self, request: fleet_pb2.CheckInRequest, context: interceptor.Context
+    ) -> fleet_pb2.CheckInResponse:
+        validation.protocol_version(request.protocol_version)
+        client = await self.access.begin_call(context)
+        return await self.check_ins.wait(client, request)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)

@@ -15,6 +15,7 @@ from fedplat.rounds import Assignment, events, states
 from fedplat.rounds.states import Reason
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc
 from fedplat_server import config, errors
+from fedplat_server.auth import addresses
 from fedplat_server.auth.rate_limits import Quotas
 from fedplat_server.config import Limits
 from fedplat_server.coordination.long_polls import RETRY_SOON, LongPolls
@@ -24,6 +25,7 @@ from fedplat_server.coordination.runner import Runner
 from fedplat_server.database.records import ClientRecord
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages import convert, streams, validation
+from fedplat_server.messages.streams import UploadMemory
 from fedplat_server.protocols import half, registry, relay
 from fedplat_server.rpc import check_in, client_access, interceptor, report_intake
 from fedplat_server.rpc.client_access import AssignmentFinder, ClientAccess
@@ -32,7 +34,7 @@ from fedplat_server.rpc.interceptor import Context
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class FleetService(fleet_pb2_grpc.FleetServicer):
-    """The methods with which clients get models and send the results of their work."""
+    """The methods with which clients get models, upload updates and take steps."""
 
     access: client_access.ClientAccess
     finder: client_access.AssignmentFinder
@@ -41,10 +43,6 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
     halves: registry.ServerHalves
     intake: report_intake.ReportIntake
     models: check_in.ClientModels
-    conflicts: Conflicts
-
-    def __post_init__(self) -> None:
-        self._report_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by client id
 
     # Download and Upload do not use the generated message classes, which copy file contents: see `serving`.
     @override
@@ -94,11 +92,61 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
         return fleet_pb2.QueryUploadResponse(received_bytes=received)
 
     @override
+    async def Step(self, request: fleet_pb2.StepRequest, context: interceptor.Context) -> fleet_pb2.StepResponse:
+        client = await self.access.begin_call(context)
+        assignment = await self.finder.find(client, request.token)
+        if assignment is None:
+            return half.refuse_step()
+        return await self._half_of(assignment).take_step(client, assignment, request)
+
+    def _half_of(self, assignment: Assignment) -> half.ServerHalf:
+        """Return the half of the training of an assignment's job."""
+        return self.halves.training_of(self.finder.job_of(assignment).spec)
+
+
+QUICK_S = 5.0
+"""The age of an attempt up to which a report waits for the next assignment of its client."""
+
+
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class ReportService(fleet_pb2_grpc.FleetServicer):
+    """The method with which clients report the results of their work."""
+
+    access: client_access.ClientAccess
+    finder: client_access.AssignmentFinder
+    runner: Runner
+    intake: report_intake.ReportIntake
+    conflicts: Conflicts
+    memory: UploadMemory
+    check_ins: check_in.CheckIns
+
+    def __post_init__(self) -> None:
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by client id
+
+    @override
     async def Report(self, request: fleet_pb2.ReportRequest, context: interceptor.Context) -> fleet_pb2.ReportResponse:
         client = await self.access.begin_call(context)
         # One report of a client at a time: a duplicate waits for the first, and then gets the same receipt.
-        async with self._report_locks.setdefault(client.client_id, asyncio.Lock()):
-            return await self._report(client, request)
+        async with self._locks.setdefault(client.client_id, asyncio.Lock()):
+            response = await self._report(client, request)
+        if response.HasField("receipt") and request.HasField("check_in") and self._may_wait(response.receipt):
+            interceptor.INCOMING.get().request = b""
+            assignment = await self.check_ins.next_assignment(client, request.check_in)
+            if assignment is not None:
+                response.next.CopyFrom(assignment)
+        return response
+
+    def _may_wait(self, receipt: fleet_pb2.Receipt) -> bool:
+        """Return whether the attempt of a report began so recently that the next assignment may come soon.
+
+        The memory of a report is held until it is answered: so no report waits that comes from a gateway, nor if those
+        that wait hold half of what reports may have.
+        """
+        if not self.memory.reports.is_half_free or addresses.is_forwarded(interceptor.INCOMING.get().metadata.items()):
+            return False
+        job = self.runner.coordinator.jobs.get(receipt.job_id)
+        attempt = job.attempt if job is not None else None
+        return attempt is not None and self.runner.now - attempt.opened_at < QUICK_S
 
     async def _report(self, client: ClientRecord, request: fleet_pb2.ReportRequest) -> fleet_pb2.ReportResponse:
         assignment = await self.finder.find(client, request.token)
@@ -117,18 +165,6 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
         return fleet_pb2.ReportResponse(
             refusal=convert.refusal(verdict.reason or Reason.STALE, RETRY_SOON, verdict.text)
         )
-
-    @override
-    async def Step(self, request: fleet_pb2.StepRequest, context: interceptor.Context) -> fleet_pb2.StepResponse:
-        client = await self.access.begin_call(context)
-        assignment = await self.finder.find(client, request.token)
-        if assignment is None:
-            return half.refuse_step()
-        return await self._half_of(assignment).take_step(client, assignment, request)
-
-    def _half_of(self, assignment: Assignment) -> half.ServerHalf:
-        """Return the half of the training of an assignment's job."""
-        return self.halves.training_of(self.finder.job_of(assignment).spec)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)

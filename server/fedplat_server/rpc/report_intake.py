@@ -25,10 +25,10 @@ from fedplat.wire.v1 import fleet_pb2
 from fedplat_server import config, errors, logs
 from fedplat_server.auth.rate_limits import Quotas
 from fedplat_server.coordination.runner import Runner, finish
-from fedplat_server.database.sql_contents import NO_CONTENTS, SmallContents
+from fedplat_server.database.sql_contents import MAX_BYTES, NO_CONTENTS, SmallContents
 from fedplat_server.messages import streams, validation
 from fedplat_server.messages.streams import UploadMemory
-from fedplat_server.protocols.half import ServerHalf, Validate
+from fedplat_server.protocols.half import ServerHalf, Validate, ValidateSmall
 from fedplat_server.protocols.registry import ServerHalves
 from fedplat_server.rpc.client_access import AssignmentFinder
 from fedplat_server.storage.blobs import BlobStore
@@ -182,7 +182,13 @@ class ReportIntake:
         lock = self._receiving.setdefault(assignment.id, asyncio.Lock())
         try:
             async with lock, self.blobs.local(job.latest.digest) as (base,):
-                validate = await self._half_of(assignment).validator(job, assignment, base)
+                half = self._half_of(assignment)
+                is_small = len(request.update) == job.latest.size_bytes <= MAX_BYTES
+                if is_small and (validate_small := half.small_validator(job, base)) is not None:
+                    received = receive_small(self.spool, assignment.id, request, validate_small)
+                    if received is not None:
+                        return received
+                validate = await half.validator(job, assignment, base)
                 return await finish(self._make_durable(assignment.id, request, validate), _note_refused)
         except asyncio.CancelledError:  # the caller is gone; its next process may send another update
             self.spool.unseal(assignment.id, request.digest)
@@ -275,6 +281,30 @@ def _note_refused(exc: BaseException) -> None:
     logs.get().info("an update without a caller was refused", error=str(exc))
 
 
+def receive_small(
+    spool: Spool, key: AssignmentId, report: fleet_pb2.ReportRequest, validate: ValidateSmall
+) -> ReceivedUpdate | Verdict | None:
+    """Return what `receive_update` does, without waiting for anything; None if the update needs a thread.
+
+    Raises `RefusedError` if the assignment has ended.
+    """
+    digest, update = report.digest, report.update
+    if report.upload_id:
+        return None
+    if not _has_digest(update, digest):
+        return Verdict(states.Reason.REJECTED_DIGEST)
+    try:
+        if not spool.hold_row(key, digest, update, at_once=True):
+            return None
+    except errors.UploadError as exc:
+        raise errors.RefusedError(errors.Code.UPLOAD_INCOMPLETE, str(exc)) from exc
+    norm = validate(update)
+    if isinstance(norm, Verdict):
+        spool.unseal(key, digest)
+        return norm
+    return ReceivedUpdate(len(update), norm, update)
+
+
 def receive_update(
     spool: Spool, key: AssignmentId, report: fleet_pb2.ReportRequest, validate: Validate
 ) -> ReceivedUpdate | Verdict:
@@ -286,7 +316,7 @@ def receive_update(
     """
     digest, update = report.digest, report.update
     if update:
-        if hashlib.sha256(update).hexdigest() != digest:
+        if not _has_digest(update, digest):
             return Verdict(states.Reason.REJECTED_DIGEST)
         try:
             _write(spool, key, digest, update)
@@ -309,6 +339,10 @@ def receive_update(
     except BaseException:
         spool.unseal(key, digest)  # a restarted client trains again, and sends another update
         raise
+
+
+def _has_digest(update: bytes, digest: str) -> bool:
+    return hashlib.sha256(update).hexdigest() == digest
 
 
 def _persist(spool: Spool, key: AssignmentId, digest: str, norm: float | None) -> ReceivedUpdate:

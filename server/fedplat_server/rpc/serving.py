@@ -180,7 +180,7 @@ class Endpoint:
             self.port = self._share(config)
         else:
             self.port = self._bind(config.listen, "--listen", self._credentials())
-        self.peers = tls.PeerCertificates(utc_now)
+        self.peers = tls.PeerCertificates(utc_now, required=bool(config.mtls_listen))
         self.issuer = tls.CertificateIssuer(None)
         self.mtls_port = 0
         if config.mtls_listen:

@@ -342,21 +342,21 @@ class Spool:
         ):
             self._remove(key)
 
-    def hold_row(self, key: AssignmentId, digest: str, content: bytes) -> bool:
+    def hold_row(self, key: AssignmentId, digest: str, content: bytes, *, at_once: bool = False) -> bool:
         """Keep a complete update in memory until it is a row; return False if it needs a file. Replaces parts of it.
 
-        Raises `UploadError` if the assignment has ended, or if an update with another digest was sealed for it.
+        The event loop calls it with `at_once`: then also False if it would have to wait, or to remove a file. Raises
+        `UploadError` if the assignment has ended, or if an update with another digest was sealed for it.
         """
-        if not (self._backend.takes_rows and self.stores_row(key, len(content))):
+        must_wait = at_once and (self._lock.locked() or key in self._updates.files or self._updates.has_leftovers)
+        if must_wait or not (self._backend.takes_rows and self.stores_row(key, len(content))):
             return False
         with self._lock, files.translate_os_errors("opening an upload", "updates"):
             earlier = self._updates.find_earlier(key, digest)
             if isinstance(earlier, RowFile) and earlier.digest == digest:
                 return True
-            if earlier is not None and earlier.sealed:
-                return False  # an earlier report of this file may be about to count
-            if not self._has_room():
-                return False
+            if (earlier is not None and earlier.sealed) or not self._has_room():
+                return False  # an earlier report of a sealed file may be about to count
             row = RowFile(digest, content)
             self._remove(key)
             self._updates.files[key] = self._rows[key] = row

@@ -14,7 +14,7 @@ from fedplat_server.storage.spool_file import OpenUpload, SpoolFile, name_attemp
 
 
 class UpdateFiles:
-    """The updates that are needed, and their files. All methods but the first three are called with the lock held."""
+    """The updates that are needed, and their files. All methods but the first four are called with the lock held."""
 
     def __init__(self, folder: Path) -> None:
         self.lock = threading.Lock()  # taken before the lock of a file, never after
@@ -23,6 +23,11 @@ class UpdateFiles:
         self._folder = folder
         self._needed: dict[AttemptKey, set[str]] = {}  # client ids; after the start, changed on the event loop only
         self._leftovers: dict[str, list[Path]] = {}  # files of an earlier process, by `name_update`
+
+    @property
+    def has_leftovers(self) -> bool:
+        """Return whether files of an earlier process may have to be removed."""
+        return bool(self._leftovers)
 
     def expect(self, key: AssignmentId) -> None:
         """Start to accept an update."""
