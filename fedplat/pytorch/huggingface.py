@@ -49,7 +49,7 @@ IGNORED = -100
 """The label of tokens that do not count, such as padding."""
 _OPTIMIZER, _ORDER = "optimizer", "order"
 _RUNS = threading.Lock()
-"""Accelerate's state and the generators belong to the process."""
+"""Accelerate's state and the generators, which also draw new weights, belong to the process."""
 _OWN: Mapping[str, Any] = {
     "save_strategy": "no",
     "eval_strategy": "no",
@@ -139,15 +139,18 @@ class HuggingFaceLearner:
 
     def initial(self, seed: int = 0) -> Parameters:
         """Return the initial model of a job: the trained tensors."""
-        return self._learner.initial(seed)
+        with _RUNS:
+            return self._learner.initial(seed)
 
     def base_sha256(self) -> str:
         """Return the SHA-256 of the base, which a job has in its `[config]`."""
-        return self._learner.base_sha256()
+        with _RUNS:
+            return self._learner.base_sha256()
 
     def make_trainee(self, device: torch.device, seed: int = 0) -> training.Trainee:
         """Return the model, to be trained repeatedly."""
-        return training.Trainee(self._learner, device, seed)
+        with _RUNS:
+            return training.Trainee(self._learner, device, seed)
 
     def train(
         self,

@@ -19,6 +19,7 @@ import typer
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client import Client, ClientOptions, Task, TrainResult
 from fedplat_client._auth.authenticator import Connection
+from fedplat_client.cancellation import StopSignal
 
 POPULATION = "soak"
 TRAINER = "soak"
@@ -74,14 +75,17 @@ def send_twice_sometimes(dice: random.Random, rate: float) -> None:
     """Makes clients repeat reports that were answered already, as after a lost reply."""
     report = Connection.report
 
-    def report_again(self: Connection, request: fleet_pb2.ReportRequest) -> fleet_pb2.ReportResponse:
-        response = report(self, request)
+    def report_again(
+        self: Connection, request: fleet_pb2.ReportRequest, signal: StopSignal
+    ) -> fleet_pb2.ReportResponse:
+        response = report(self, request, signal)
         if dice.random() >= rate:
             return response
-        again = report(self, request)
-        if response.HasField("receipt") and again != response:
+        request.ClearField("check_in")  # as the client does when it repeats one
+        again = report(self, request, signal)
+        if response.HasField("receipt") and again.receipt != response.receipt:
             raise AssertionError(f"the second report was answered {again}, the first one {response}")
-        return again
+        return response
 
     Connection.report = report_again
 
