@@ -234,6 +234,10 @@ def table(
     return result
 
 
+_OF_TRANSFERS = frozenset({"fedplat.wire.v1.ModelRef.blake3"})
+"""Fields that only clients get, for their downloads."""
+
+
 def to_record(message: Message) -> dict[str, Any]:
     """Convert a protobuf message to JSON: every field by name, enums without their prefix, absent messages as null.
 
@@ -241,6 +245,8 @@ def to_record(message: Message) -> dict[str, Any]:
     """
     record: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
+        if field.full_name in _OF_TRANSFERS:
+            continue
         value = getattr(message, field.name)
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
             values = field.message_type.fields_by_name["value"].enum_type

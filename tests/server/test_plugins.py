@@ -24,7 +24,7 @@ from support import commands, daemons, gateways, plugins
 from support.daemons import RawClient, Site, initial_model, reason_name, update_of
 from support.jobs import job_file
 
-pytestmark = pytest.mark.calm
+pytestmark = [pytest.mark.calm, pytest.mark.slow]
 RULE = '[aggregation]\nrule = "scaled"\nfactor = 3.0\n'
 CODEC = '[compression]\nuplink = { codec = "halves" }\n'
 RETRY = "[retry]\nbase_s = 0.01\nmax_s = 0.01\nmax_attempts = 2\n"

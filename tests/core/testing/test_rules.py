@@ -14,6 +14,7 @@ from fedplat.aggregate import BaseRule, Contribution, Partial, Rule, State, l2_n
 from fedplat.model import Blocks, Vector, VectorBlocks
 from fedplat.testing import ConformanceError, check_rule
 
+pytestmark = pytest.mark.slow
 MEAN = weighted_mean()
 
 

@@ -19,6 +19,7 @@ from support import mtls, silo_clients
 from support.daemons import initial_model
 from support.silo_clients import SiloClient, gossip_job, make_silos
 
+pytestmark = pytest.mark.slow
 Crash = type("Crash", (BaseException,), {})  # no handler of an `Exception` may see it, as none sees SIGKILL
 
 
