@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from collections.abc import Generator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -27,6 +28,9 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 hypothesis.settings.register_profile("tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("tests")
 
+LATE_MODULES = frozenset({"test_huggingface.py", "test_language_models.py"})
+"""They import transformers and peft."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     costs.add_option(parser)
@@ -46,6 +50,12 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     for name in ("GRPC_VERBOSITY", "PYTHONSAFEPATH"):
         monkeypatch.delenv(name, raising=False)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out modules of slow tests alone whose imports take 10 seconds, if the run has no slow tests."""
+    has_slow = "not slow" not in config.option.markexpr
+    return None if has_slow or collection_path.name not in LATE_MODULES else True
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import Client
 from support.clients import add_one
 from support.fake_fleet import FakeFleet
+from support.polling import PATIENCE_S
 
 MakeClient = Callable[..., Client]
 
@@ -76,8 +78,11 @@ def test_a_client_that_is_stopped_waits_for_its_receipt_only(
     def stop_first(call: str, request: Any, context: Any, **options: Any) -> None:
         enter(call, request, context, **options)
         if call == "Report" and request.HasField("check_in"):
-            client.stop()
             fleet.receipts.clear()
+            cancelled = threading.Event()
+            context.add_callback(cancelled.set)
+            client.stop()
+            assert cancelled.wait(PATIENCE_S)  # a server that waits for work answers no earlier
 
     monkeypatch.setattr(fleet, "_enter", stop_first)
     client.trainer("digits")(add_one)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Coroutine, Generator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ from grpc import aio
 from fedplat.model.file import FilePart
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat.wire.v1 import fleet_pb2
+from fedplat_server.coordination import runner
 from fedplat_server.errors import RefusedError, UploadError
 from fedplat_server.messages import validation
+from fedplat_server.rpc import report_intake
 from fedplat_server.rpc.report_intake import ReceivedUpdate, receive_update
 from fedplat_server.storage import files
 from fedplat_server.storage.object_store import ObjectStore, RequestLimits, StoreHealth
@@ -216,19 +218,31 @@ async def test_a_client_that_is_killed_during_its_report_sends_another_update(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, token = await working(site)
-    begun, go_on, persist = threading.Event(), threading.Event(), Spool.persist
+    begun, go_on, persist, is_gone = threading.Event(), threading.Event(), Spool.persist, asyncio.Event()
 
     def wait(spool: Spool, key: AssignmentId, digest: str) -> int:
         begun.set()
         assert go_on.wait(60)
         return persist(spool, key, digest)
 
+    async def finish(call: Coroutine[None, None, Any], note: Callable[[BaseException], None]) -> Any:
+        inner = asyncio.create_task(runner.finish(call, note))
+        try:
+            return await asyncio.shield(inner)
+        except asyncio.CancelledError:
+            is_gone.set()
+            inner.cancel()
+            await asyncio.wait([inner])
+            raise
+
     monkeypatch.setattr(Spool, "persist", wait)
+    monkeypatch.setattr(report_intake, "finish", finish)
     await client.upload(token, UPDATE, digest="", upload_id=ID)
     call = asyncio.ensure_future(client.report(token, digest_of(UPDATE), upload_id=ID))
     await asyncio.to_thread(begun.wait, 60)
     call.cancel()
     await asyncio.wait([call])
+    await is_gone.wait()  # an earlier end of the report would count
     go_on.set()
     await client.open_session()
     token = (await client.assignment()).token
