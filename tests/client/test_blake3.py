@@ -3,43 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 
 import grpc
-import numpy as np
 import pytest
 
 from fedplat.model import Parameters
 from fedplat.wire import digests
 from fedplat.wire.v1 import model_pb2
-from fedplat_client import Client, Task, TrainResult
 from support.fake_fleet import FakeFleet
 from support.raw_client import digest_of
+from support.transfers import MakeClient, models, run, trained_update
 
 pytest.importorskip("blake3")
-MakeClient = Callable[..., Client]
-
-
-def add_one(task: Task) -> TrainResult:
-    task.parameters["weight"] += np.float32(1)
-    return TrainResult(parameters=task.parameters, num_examples=3)
-
-
-def trained_update(base: Parameters) -> Parameters:
-    trained = base.copy()
-    trained["weight"] += np.float32(1)
-    return trained.minus(base)
-
-
-def run(client: Client, num_tasks: int = 1) -> None:
-    client.add_trainer("digits", add_one)
-    client.run(max_tasks=num_tasks)
-
-
-def stored(tmp_path: Path) -> Path:
-    (folder,) = tmp_path.glob("data/*/demo/models")
-    return folder
 
 
 @pytest.mark.parametrize("is_there", [True, False])
@@ -71,7 +47,7 @@ def test_a_download_is_checked_by_the_digest_of_blake3(
     fleet.cut_downloads = [2500]
     fleet.assign(model)
     run(make_client())
-    assert (stored(tmp_path) / f"{model.digest}.safetensors").exists() == is_right
+    assert (models(tmp_path) / f"{model.digest}.safetensors").exists() == is_right
     assert fleet.calls.count("Report") == int(is_right)
     assert ("Fail" in fleet.calls) != is_right
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,36 +17,14 @@ from fedplat import durable, wire
 from fedplat.client_state import ClientState
 from fedplat.model import Parameters
 from fedplat.wire.v1 import model_pb2
-from fedplat_client import Client, Task, TrainResult, TransferError
+from fedplat_client import Task, TrainResult, TransferError
 from fedplat_client._state import model_cache
 from fedplat_client._state.model_cache import ModelCache
 from fedplat_client._state.two_phase import ClientStateStore, SentReport
 from fedplat_client.cancellation import StopSignal
 from fedplat_client.task import Control
 from support.fake_fleet import FakeFleet
-
-MakeClient = Callable[..., Client]
-
-
-def add_one(task: Task) -> TrainResult:
-    task.parameters["weight"] += np.float32(1)
-    return TrainResult(parameters=task.parameters, num_examples=3)
-
-
-def trained_update(base: Parameters) -> Parameters:
-    trained = base.copy()
-    trained["weight"] += np.float32(1)
-    return trained.minus(base)
-
-
-def run(client: Client, num_tasks: int = 1) -> None:
-    client.add_trainer("digits", add_one)
-    client.run(max_tasks=num_tasks)
-
-
-def models(tmp_path: Path) -> Path:
-    (folder,) = tmp_path.glob("data/*/demo/models")
-    return folder
+from support.transfers import MakeClient, add_one, models, run, trained_update
 
 
 def test_a_cut_download_resumes_at_the_byte_where_it_broke(

@@ -43,7 +43,7 @@ class Holder:
         self._streams: dict[int, _Stream] = {}
         self._wake = asyncio.Event()
         self.num_sent_bytes = 0
-        self.most_held_bytes = self._held_bytes = 0  # of the streams that the server has not ended
+        self.most_held_bytes = self._held_bytes = 0  # of all streams that are still open
         self.num_ended = 0
         self.is_over = False
 

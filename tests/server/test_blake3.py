@@ -45,7 +45,7 @@ def reopen(folder: Path) -> Spool:
 
 
 def send(spool: Spool, end: int | None = None) -> None:
-    """Send what the spool has not received yet."""
+    """Send the rest of an update, from where the spool resumes it."""
     received = spool.count_received(KEY, ID)
     upload = spool.open(KEY, ID, len(DATA), received)
     upload.write(DATA[received:end])

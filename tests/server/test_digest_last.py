@@ -60,7 +60,7 @@ def open_spool(request: pytest.FixtureRequest, tmp_path: Path) -> Generator[Open
 
 
 def send(spool: Spool, name: str = ID, data: bytes = DATA, end: int | None = None, key: AssignmentId = KEY) -> None:
-    """Send what the spool has not received yet."""
+    """Send the rest of an update, from where the spool resumes it."""
     received = spool.count_received(key, name)
     upload = spool.open(key, name, len(data), received)
     upload.write(data[received:end])
