@@ -241,6 +241,15 @@ class OpenUpload:
                 self._file.norm.pause()  # nothing may follow for a long time
 
 
+def discard(file: SpoolFile, writers: dict[SpoolFile, OpenUpload]) -> None:
+    """Fence the writer of a file, and remove the file, which no upload may use again."""
+    with file.lock:
+        if (writer := writers.get(file)) is not None:
+            writer.fence()
+        file.remove()
+        file.gone = True
+
+
 def resume_upload(
     file: SpoolFile,
     size_bytes: int,
@@ -410,11 +419,7 @@ class RelayStore:
     def _remove(self, key: RelayedFile) -> None:
         file = self._files.pop(key, None)
         if file is not None:
-            with file.lock:
-                if (writer := self._writers.get(file)) is not None:
-                    writer.fence()
-                file.remove()
-                file.gone = True
+            discard(file, self._writers)
 
 
 def _hash_relayed(key: RelayedFile) -> str:

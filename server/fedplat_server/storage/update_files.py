@@ -10,7 +10,7 @@ from fedplat import durable
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat_server import crash_points
 from fedplat_server.errors import UploadError
-from fedplat_server.storage.spool_file import OpenUpload, SpoolFile, name_attempt, name_update, spool_path_of
+from fedplat_server.storage.spool_file import OpenUpload, SpoolFile, discard, name_attempt, name_update, spool_path_of
 
 
 class UpdateFiles:
@@ -92,11 +92,7 @@ class UpdateFiles:
             path.unlink(missing_ok=True)
         file = self.files.pop(key, None)
         if file is not None:
-            with file.lock:
-                if (writer := self.writers.get(file)) is not None:
-                    writer.fence()
-                file.remove()
-                file.gone = True
+            discard(file, self.writers)
 
     def make_folder(self, attempt: AttemptKey) -> None:
         """Create the folder of an attempt durably, if it does not exist."""
