@@ -49,6 +49,12 @@ def make_adapted() -> Any:
     return with_adapters(make_llama())
 
 
+def make_example(numbers: Any, label: Any) -> dict[str, torch.Tensor]:
+    """Make a text of some numbers and a class."""
+    tokens = torch.from_numpy(np.append(np.abs(10 * np.asarray(numbers)), label).astype(np.int64) % NUM_TOKENS)
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
 class Text(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Sequences of tokens that count up by a step of their own, of different lengths, padded with label -100."""
 
@@ -57,6 +63,11 @@ class Text(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         steps, starts = rng.integers(1, 4, num_examples), rng.integers(0, NUM_TOKENS, num_examples)
         self.tokens = torch.from_numpy((starts[:, None] + steps[:, None] * np.arange(LENGTH)) % NUM_TOKENS)
         self.lengths = rng.integers(LENGTH // 2, LENGTH + 1, num_examples).tolist()
+
+    def arrays(self) -> tuple[Any, Any]:
+        """The tokens and their labels."""
+        examples = [self[index] for index in range(len(self))]
+        return tuple(torch.stack([each[name] for each in examples]).numpy() for name in ("input_ids", "labels"))  # type: ignore[return-value]
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -95,14 +95,14 @@ class ProcessEngine(FederationEngine):
         if done.failure is not None:
             raise done.failure.error()
         if task.scores:
-            return LocalUpdate(NO_UPDATE, num_examples(self._federation, task), done.metrics)
+            return LocalUpdate(NO_UPDATE, num_examples(self._federation, task, done.num_examples), done.metrics)
         shared = self._shared
         if done.note is None:
             shared.notes.release(request.after)
         else:
             self._states.put(task, done.note)
         update = Parameters(shared.schema, shared.updates.lend(request.update))
-        return LocalUpdate(update, num_examples(self._federation, task), done.metrics)
+        return LocalUpdate(update, num_examples(self._federation, task, done.num_examples), done.metrics)
 
     @override
     def drop(self, task: ClientTask) -> None:
@@ -277,7 +277,8 @@ class LoopEngine(InProcessEngine):
             self._versions.end(task)
         if outcome.contents is not None:
             self._states.put(task, outcome.contents)
-        return LocalUpdate(outcome.update, num_examples(self._federation, task), outcome.metrics)
+        weight = num_examples(self._federation, task, outcome.num_examples)
+        return LocalUpdate(outcome.update, weight, outcome.metrics)
 
     @override
     def drop(self, task: ClientTask) -> None:
