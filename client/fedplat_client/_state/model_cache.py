@@ -65,8 +65,8 @@ class PartialDownload:
         while rest:
             rest = rest[write_bounded(functools.partial(self._file.write, rest), self._give_way) :]
         self._count(data)
-        if self._mark_at is not None:  # after the bytes: a process that is killed in between receives them again
-            _write_mark(self._file.fileno(), self._mark_at, self.size)
+        if (start := self._mark_at) is not None:  # after the bytes, which a process that is killed here receives again
+            write_bounded(lambda: _write_mark(self._file.fileno(), start, self.size), self._give_way)
 
     def restart(self) -> None:
         """Delete the content."""
