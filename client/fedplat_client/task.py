@@ -96,6 +96,11 @@ class Control:
         """Seconds until the assignment is void; negative afterwards."""
         return self._deadline_at - self.options.clock()
 
+    @property
+    def call_timeout_s(self) -> float:
+        """The timeout of a transfer, which gRPC limits; after the deadline it fails with DEADLINE_EXCEEDED."""
+        return min(max(self.remaining_s, 0.001), 7 * 86_400.0)
+
     def expire(self) -> None:
         """Stop the task because its deadline has passed."""
         reason = model_pb2.REASON_UPLOAD_TIMEOUT if self.trained else model_pb2.REASON_TRAIN_TIMEOUT

@@ -27,7 +27,7 @@ from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import backoff, cancellation, errors, task
 from fedplat_client._auth.authenticator import Connection
 from fedplat_client._state.model_cache import ModelCache, PartialDownload
-from fedplat_client._work import heartbeat
+from fedplat_client._work import heartbeat, ranges
 from fedplat_client._work.content import Outgoing, StreamedUpdate
 from fedplat_client.task import Control
 
@@ -41,18 +41,28 @@ _INVALID = "INVALID_ARGUMENT"
 _OFFSET_REFUSED = frozenset({"OUT_OF_RANGE", "FAILED_PRECONDITION", "ALREADY_EXISTS"})
 
 
-def download(connection: Connection, model: Source, part: PartialDownload, control: task.Control) -> None:
+def download(
+    connection: Connection, model: Source, part: PartialDownload, control: task.Control, max_streams: int = 1
+) -> None:
     """Complete a partial download, which contains the beginning of a model or of a delta, or nothing yet.
 
-    Raises `TransferError`, `IdentityError`, or `Cancelled` if the task is stopped.
+    A slow one continues over up to `max_streams` connections, if the client may open them. Raises `TransferError`,
+    `IdentityError`, or `Cancelled` if the task is stopped.
     """
     patience = _Patience(control, "the download of the model")
     if part.size > model.size_bytes:
         part.restart()
+    streams = ranges.StreamCount(max_streams if connection.can_dial else 1, control.options.clock)
+    streams.restart(part.size)
     while (num_received := part.size) < model.size_bytes:
         retry = None
         try:
-            _append(connection, model, part, control)
+            if streams.number > 1:
+                ranges.RangedDownload(connection, model, part, control, streams).run(patience.wait_after_break)
+                continue
+            _append(connection, model, part, control, streams)
+            if streams.number > 1:
+                continue
             error = "the stream ended early"
         except errors.ServerUnavailableError as exc:
             error, retry = str(exc), exc.retry
@@ -136,7 +146,7 @@ class _Upload:
         )
         control = self.control
         parts = self.content.split(offset, control.options.clock)
-        return self.connection.upload(header, parts, _limit_timeout(control.remaining_s), control.signal)
+        return self.connection.upload(header, parts, control.call_timeout_s, control.signal)
 
     def _query(self, error: str) -> tuple[int | None, str]:
         """Return the number of bytes that the server has, or None if it is not known; and the last error."""
@@ -190,14 +200,20 @@ class _Patience:
         self._control.wait(self._backoff.next_s(retry))
 
 
-def _append(connection: Connection, model: Source, part: PartialDownload, control: task.Control) -> None:
+def _append(
+    connection: Connection, model: Source, part: PartialDownload, control: task.Control, streams: ranges.StreamCount
+) -> None:
+    """Append what one stream sends, to its end or until several streams are tried."""
     request = fleet_pb2.DownloadRequest(digest=model.digest, offset=part.size)
-    received = connection.download(request, _limit_timeout(control.remaining_s), control.signal)
+    received = connection.download(request, control.call_timeout_s, control.signal)
     with contextlib.closing(received):
         for data in received:
             if part.size + len(data) > model.size_bytes:
                 raise errors.TransferError(f"the server sends more than the {model.size_bytes} bytes that it announced")
             part.write(data)
+            streams.note(part.size, model.size_bytes - part.size)
+            if streams.number > 1:
+                return
 
 
 def _stop_if_ended(exc: errors.CallRefusedError, receiver: str, control: task.Control) -> None:
@@ -205,11 +221,6 @@ def _stop_if_ended(exc: errors.CallRefusedError, receiver: str, control: task.Co
     if isinstance(exc, errors.AssignmentEndedError) and not receiver:
         control.signal.set(cancellation.read_end(exc.text))
         control.signal.check()
-
-
-def _limit_timeout(timeout_s: float) -> float:
-    """Limit a timeout to what gRPC accepts; after the deadline, the call fails with DEADLINE_EXCEEDED."""
-    return min(max(timeout_s, 0.001), 7 * 86_400.0)
 
 
 _logger = logging.getLogger(__name__)
@@ -279,7 +290,7 @@ class Downloader:
         is_kept = self.cache.make_room(model.size_bytes, model.digest)
         checked = model.blake3 if digests.is_digest(model.blake3) and digests.has_blake3() else ""
         with self.cache.part(model.digest, checked) as part:
-            download(self.connection, model, part, control)
+            download(self.connection, model, part, control, assignment.max_downloads)
             path = self.cache.admit(part, model.digest, checked)
         downloaded = self._open(path, assignment)
         if not is_kept or MESSAGE_KEY in downloaded.base:  # a message of a Flower app is for one task only
