@@ -18,7 +18,8 @@ import typer
 from fedplat.cli import formats, job_lists, options
 from fedplat.cli import session as sessions
 from fedplat.cli.output import Output, to_record
-from fedplat.errors import DataError
+from fedplat.errors import DataError, MissingExtraError
+from fedplat.extras import install_command
 from fedplat.model import Parameters
 from fedplat.simulation.recording import folder as folders
 
@@ -189,7 +190,12 @@ def _download(command: sessions.CommandSession, job: str, version: int | None, f
 
 def _export_folder(out: Output, stored: _Stored, output: Path, form: ExportFormat, source: _Source) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported: an export opens no connection
-    from fedplat.pytorch.huggingface import export
+    try:
+        from fedplat.pytorch.huggingface import export
+    except ImportError as exc:
+        raise MissingExtraError(
+            f"--format {form} needs PyTorch, transformers and peft; install them with: {install_command('huggingface')}"
+        ) from exc
 
     try:
         parameters = Parameters.open(stored.path)

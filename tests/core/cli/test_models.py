@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,16 @@ def test_options_of_model_export_that_do_not_belong_together(run: Run, tmp_path:
     )
     assert "--version 1: m.safetensors has one model; expected a job for another version" in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_names_the_packages_that_it_needs(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "fedplat.pytorch.huggingface", None)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # the command sets it
+    options = ["--output", str(tmp_path / "out"), "--format", "merged", "--model", "chat.py:make"]
+    result = run("model", "export", "digits", *options)
+    assert result.exit_code == 2
+    assert "--format merged needs PyTorch, transformers and peft; install them with: pip install " in result.stderr
+    assert "peft>=0.21" in result.stderr
 
 
 def test_model_list_shows_which_files_are_kept(run: Run, state: State):
