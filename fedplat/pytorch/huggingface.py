@@ -25,6 +25,7 @@ from fedplat.config import toml
 from fedplat.errors import DataError, JobFileError, MissingExtraError, ModelError
 from fedplat.extras import install_command
 from fedplat.learner import Config
+from fedplat.local_options import explain_lost_moments
 from fedplat.model import Parameters
 from fedplat.pytorch import training
 from fedplat.pytorch.training import stepper
@@ -81,6 +82,8 @@ class HuggingFaceConfig(Struct, frozen=True, kw_only=True):
     schedule: Literal["round", "job"] = "round"
     """What the learning rate's schedule spans: each round by itself, or all rounds of the job."""
     partial_work: bool = False
+    alternate: str = ""
+    """Groups of trained tensors that take turns, one in each round, see `fedplat.local_options.LocalOptions`."""
     base_sha256: str = ""
 
     @classmethod
@@ -90,6 +93,8 @@ class HuggingFaceConfig(Struct, frozen=True, kw_only=True):
         options = toml.read_record(own, cls, "config.")
         if options.max_steps and "epochs" in config:
             raise JobFileError(f"config.max_steps = {options.max_steps}: expected either it or epochs, not both")
+        if options.alternate and options.keep_optimizer:
+            raise JobFileError(f"config.{explain_lost_moments(options.alternate)}")
         return options
 
     def arguments(self) -> dict[str, Any]:
@@ -166,7 +171,8 @@ class HuggingFaceLearner:
         It is the number of examples for data without labels. `loss` is the mean over the tokens of the round. Raises
         `DataError`, `JobFileError`, `ModelError`, and what the model and the Trainer raise.
         """
-        with _RUNS, tempfile.TemporaryDirectory() as folder, training.use_seed(trainee.device, this.seed):
+        turn = trainee.train_in_turn(options.alternate, this.number)
+        with _RUNS, tempfile.TemporaryDirectory() as folder, training.use_seed(trainee.device, this.seed), turn:
             trainee.load(parameters, this.client_state)
             arguments = self._make_arguments(options, this, trainee.device, folder)
             plan = _Plan.of(count_examples(data), arguments, options, this)
