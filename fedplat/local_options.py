@@ -27,6 +27,8 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     batch_size: Annotated[int, Meta(ge=0, le=1_000_000_000)]
     """Examples of a batch; 0 for all of them."""
     learning_rate: Annotated[float, Meta(gt=0.0, le=1e30)]
+    max_steps: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 0
+    """Steps of each training; 0 for those of `epochs`."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
     keep_optimizer: bool = False
     """True if the optimizer continues with its state of the client's previous training, which is client state."""
@@ -62,6 +64,11 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ranges.check_ranges(self)
         if not self.batch_size and self.accumulate > 1:
             raise ValueError(f"accumulate = {self.accumulate}: expected 1 if a batch is all data (batch_size = 0)")
+        if self.max_steps and self.epochs != 1:
+            raise ValueError(
+                f"max_steps = {self.max_steps}: it is the number of local steps, and epochs = {self.epochs} asks for "
+                "another; expected epochs = 1 with max_steps, or max_steps = 0"
+            )
         mistakes = *self._private_mistakes(), *self._optimizer_mistakes(), *self._algorithm_mistakes()
         for mistake in (*mistakes, *self._turn_mistakes()):
             raise ValueError(mistake)
@@ -122,7 +129,8 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def num_steps(self) -> int:
         """The number of local steps of each training, or 0 for those of `epochs`."""
-        return self.algorithm.tau if isinstance(self.algorithm, aggregate.LocalEasgd) else 0
+        tau = self.algorithm.tau if isinstance(self.algorithm, aggregate.LocalEasgd) else 0
+        return tau or self.max_steps
 
     def _turn_mistakes(self) -> Iterator[str]:
         if not self.alternate:
@@ -168,6 +176,8 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"rho = {elastic.rho:g}: with the learning rate {self.learning_rate:g} a client would move "
                 f"{alpha:g} of its way to the centre, so beyond it; expected at most {1 / self.learning_rate:g}"
             )
+        if elastic.tau and self.max_steps:
+            yield f"tau = {elastic.tau}: expected either it or max_steps = {self.max_steps}, which has the same meaning"
         if elastic.tau and self.epochs != 1:
             yield (
                 f"tau = {elastic.tau}: it is the number of local steps, and epochs = {self.epochs} asks for another; "

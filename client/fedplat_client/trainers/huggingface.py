@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from fedplat import errors, extras
-from fedplat_client.errors import Cancelled
 from fedplat_client.task import EvaluateResult, Task, TrainResult
 from fedplat_client.trainers.pace import StepClock
 
@@ -23,13 +23,12 @@ try:
         MakeTrainer,
         Round,
     )
-    from fedplat.pytorch.training import Trainee, check_base
+    from fedplat.pytorch.training import IdleTrainees, Trainee, choose_device
 except errors.MissingExtraError as exc:
     raise errors.MissingExtraError(
         "HuggingFaceTrainer needs transformers, which is not installed; install it with: "
         + extras.install_command("huggingface")
     ) from exc
-import torch
 
 Data: TypeAlias = Dataset | Callable[[Task], Dataset]
 _EVALUATION_BATCH_SIZE = 8
@@ -67,7 +66,7 @@ class HuggingFaceTrainer:
     """A PyTorch device; "auto" is CUDA if available, else the CPU."""
     seed: int = 0
     """Seeds all randomness."""
-    _idle: list[Trainee] = field(default_factory=list[Trainee], init=False, repr=False)
+    _idle: IdleTrainees = field(default_factory=IdleTrainees, init=False, repr=False, compare=False)
 
     def __call__(self, task: Task) -> TrainResult:
         """Train for `config["max_steps"]` steps or `config["epochs"]` epochs.
@@ -84,7 +83,7 @@ class HuggingFaceTrainer:
             client_state=task.client_state,
         )
         after_step = StepClock(task, options.partial_work).after_step
-        with self._borrow_model(options.base_sha256) as model:
+        with self._borrow_model(options) as model:
             count, metrics = self._learner.train(model, task.parameters, self._data(task), options, this, after_step)
         return TrainResult(parameters=task.parameters, num_examples=count, metrics=metrics)
 
@@ -92,7 +91,7 @@ class HuggingFaceTrainer:
         """Measure the task's parameters on the dataset, without training: `loss` and `accuracy`, means over tokens."""
         options = HuggingFaceConfig.read(task.config)
         size = options.batch_size or _EVALUATION_BATCH_SIZE
-        with self._borrow_model(options.base_sha256) as model:
+        with self._borrow_model(options) as model:
             count, metrics = self._learner.evaluate(
                 model, task.parameters, self._data(task), size, task.client_state, task.progress
             )
@@ -108,27 +107,9 @@ class HuggingFaceTrainer:
             personal=self.personal,
         )
 
-    @contextmanager
-    def _borrow_model(self, base_sha256: str) -> Generator[Trainee]:
-        """Give a model that no other task uses to the block; one whose task has failed is made anew.
-
-        Raises `ModelError` if it has another base than the job states.
-        """
-        try:
-            model = self._idle.pop()
-        except IndexError:
-            model = self._learner.make_trainee(self._device(), self.seed)
-        try:
-            check_base(model.base, base_sha256, is_required=True)
-            yield model
-        except (Cancelled, errors.ModelError):  # the next task loads all that was trained
-            self._idle.append(model)
-            raise
-        self._idle.append(model)
-
-    def _device(self) -> torch.device:
-        automatic = "cuda" if torch.cuda.is_available() else "cpu"
-        return torch.device(automatic if self.device == "auto" else self.device)
+    def _borrow_model(self, options: HuggingFaceConfig) -> AbstractContextManager[Trainee]:
+        make = functools.partial(self._learner.make_trainee, choose_device(self.device), self.seed)
+        return self._idle.borrow(make, options.base_sha256)
 
     def _data(self, task: Task) -> Dataset:
         return self.data(task) if callable(self.data) else self.data

@@ -307,6 +307,12 @@ def has_batch_norm(module: nn.Module) -> bool:
     return any(isinstance(part, BATCH_NORMS) for part in module.modules())
 
 
+def choose_device(name: str = "auto") -> torch.device:
+    """Return a device by its name; "auto" is CUDA if available, else the CPU."""
+    automatic = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(automatic if name == "auto" else name)
+
+
 @contextmanager
 def use_seed(device: torch.device, seed: int) -> Generator[None]:
     """Seed all randomness of the process (`use_seeds`) and of a GPU within the block; restore its state at the end."""

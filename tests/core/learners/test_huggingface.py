@@ -182,8 +182,8 @@ def test_another_trainer_and_mixed_precision_serve_any_number_of_rounds() -> Non
     assert losses[0] == pytest.approx(losses[1] / 2, rel=1e-5)
     mixed = make_trainer(arguments=ARGUMENTS | {"bf16": True})
     run_rounds(mixed, 3, 1)
-    module = mixed._idle[0].module  # pyright: ignore[reportPrivateUsage]
-    assert "forward" not in vars(module)  # accelerate wraps it in each run
+    with mixed._idle.borrow(pytest.fail, BASE) as trainee:  # pyright: ignore[reportPrivateUsage]
+        assert "forward" not in vars(trainee.module)  # accelerate wraps it in each run
 
 
 def test_partial_work_ends_before_the_deadline() -> None:
