@@ -159,7 +159,7 @@ def _open_engine(
     try:
         requirements = job.build_rule(file.job).requirements
         initial_model = requirements.extend(initial_model)
-        if misfit := requirements.misfit(initial_model.schema):
+        if misfit := requirements.explain_misfit(initial_model.schema):
             raise ModelError(misfit)
     except ModelError as exc:
         raise JobFileError(f"model.initial = {file.job.model.initial!r}: {exc}") from exc

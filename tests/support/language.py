@@ -36,10 +36,16 @@ def make_gpt2(seed: int = 0) -> Any:
     return transformers.GPT2LMHeadModel(config)
 
 
-def with_adapters(base: Any, targets: tuple[str, ...] = ("q_proj", "v_proj"), rank: int = 4) -> Any:
+def with_adapters(
+    base: Any, targets: tuple[str, ...] = ("q_proj", "v_proj"), rank: int = 4, scaling: float = 2.0
+) -> Any:
     """Add LoRA to a model; `c_attn` is a layer of GPT-2, which stores its weights transposed."""
     config = LoraConfig(
-        r=rank, lora_alpha=8, target_modules=list(targets), fan_in_fan_out="c_attn" in targets, task_type="CAUSAL_LM"
+        r=rank,
+        lora_alpha=scaling * rank,  # type: ignore[arg-type]  # any number will do
+        target_modules=list(targets),
+        fan_in_fan_out="c_attn" in targets,
+        task_type="CAUSAL_LM",
     )
     return get_peft_model(base, config)
 

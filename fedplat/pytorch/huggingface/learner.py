@@ -145,7 +145,8 @@ class HuggingFaceLearner:
         It is the number of examples for data without labels. `loss` is the mean over the tokens of the round. Raises
         `DataError`, `JobFileError`, `ModelError`, and what the model and the Trainer raise.
         """
-        with _RUNS, tempfile.TemporaryDirectory() as folder, training.use_seed(trainee.device, this.seed):
+        turn = trainee.train_in_turn(options.alternate, this.number)
+        with _RUNS, tempfile.TemporaryDirectory() as folder, training.use_seed(trainee.device, this.seed), turn:
             trainee.load(parameters, this.client_state)
             arguments = self._make_arguments(options, this, trainee.device, folder)
             plan = Plan.of(count_examples(data), arguments, options, this)

@@ -17,6 +17,7 @@ from fedplat.config import toml
 from fedplat.errors import DataError, JobFileError, MissingExtraError
 from fedplat.extras import install_command
 from fedplat.learner import Config, Round
+from fedplat.local_options import explain_lost_moments
 from fedplat.model import Parameters
 from fedplat.pytorch import training
 from fedplat.pytorch.huggingface.scores import IGNORED, Scores
@@ -55,6 +56,8 @@ class HuggingFaceConfig(Struct, frozen=True, kw_only=True):
     schedule: Literal["round", "job"] = "round"
     """What the learning rate's schedule spans: each round by itself, or all rounds of the job."""
     partial_work: bool = False
+    alternate: str = ""
+    """Groups of trained tensors that take turns, one in each round, see `fedplat.local_options.LocalOptions`."""
     base_sha256: Sha256 = ""
     tokenizer_sha256: Sha256 = ""
 
@@ -65,6 +68,8 @@ class HuggingFaceConfig(Struct, frozen=True, kw_only=True):
         options = toml.read_record(own, cls, "config.")
         if options.max_steps and "epochs" in config:
             raise JobFileError(f"config.max_steps = {options.max_steps}: expected either it or epochs, not both")
+        if options.alternate and options.keep_optimizer:
+            raise JobFileError(f"config.{explain_lost_moments(options.alternate)}")
         return options
 
     def arguments(self) -> dict[str, Any]:

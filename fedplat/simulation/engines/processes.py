@@ -101,7 +101,7 @@ class ProcessEngine(FederationEngine):
             shared.notes.release(request.after)
         else:
             self._states.put(task, done.note)
-        update = Parameters(shared.schema, shared.updates.lend(request.update))
+        update = Parameters(shared.schema.uploaded, shared.updates.lend(request.update))
         return LocalUpdate(update, num_examples(self._federation, task, done.num_examples), done.metrics)
 
     @override
@@ -162,7 +162,7 @@ class ProcessEngine(FederationEngine):
 
     def _start(self, schema: Schema) -> tuple[ForkedWorkers, Shared]:
         if self._started is None:
-            shared = Shared(schema, Arrays(schema.size_bytes), Arrays(schema.size_bytes), Texts())
+            shared = Shared(schema, Arrays(schema.size_bytes), Arrays(schema.uploaded.size_bytes), Texts())
             worker = EngineWorker(self._trainer, shared)
             self._started = ForkedWorkers(self._num_workers, functools.partial(serve_requests, worker)), shared
             self._place_states(shared)

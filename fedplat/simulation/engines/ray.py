@@ -229,7 +229,7 @@ class RayEngine(FederationEngine):
         assert self._schema is not None
         assert answer.update is not None
         # A copy, because the store's memory is read-only and is freed with the cluster.
-        update = Parameters(self._schema, answer.update.copy())
+        update = Parameters(self._schema.uploaded, answer.update.copy())
         return LocalUpdate(update, num_examples(self._federation, task, answer.num_examples), answer.metrics)
 
     @override
