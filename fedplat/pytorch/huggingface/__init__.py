@@ -6,6 +6,7 @@ order of its examples, the optimizer and the learning rate's schedule continue w
 
 from __future__ import annotations
 
+from fedplat.pytorch.huggingface.causal_lm import causal_lm
 from fedplat.pytorch.huggingface.learner import Collator, Dataset, HuggingFaceLearner, MakeTrainer
 from fedplat.pytorch.huggingface.run import AfterStep, HuggingFaceConfig, Round
 
@@ -17,4 +18,5 @@ __all__ = [
     "HuggingFaceLearner",
     "MakeTrainer",
     "Round",
+    "causal_lm",
 ]

@@ -247,3 +247,14 @@ def test_the_files_of_the_page_train_a_model(tmp_path: Path, monkeypatch: pytest
         losses.append(user_code.load("chat.py:evaluate", tmp_path)(task).metrics["loss"])
         model = user_code.load("chat.py:train", tmp_path)(task).parameters
     assert losses[1] < 0.95 * losses[0]
+    Path("local.py").write_text(files["local.py"])
+    same = user_code.load("local.py:LEARNER", tmp_path)
+    assert (same.initial().schema, same.base_sha256()) == (start.schema, digest)
+    tokens = torch.arange(32).reshape(4, 8)
+    trainer = user_code.load("local.py:make_trainer", tmp_path)(tokens, tokens + 1)
+    config = {"epochs": 3, "batch_size": 4, "learning_rate": 1e-2, "optimizer": "adamw", "base_sha256": digest}
+    before, after = (
+        trainer(Task(name="chat", parameters=each.copy(), config=config))
+        for each in (start, trainer(Task(name="chat", parameters=start.copy(), config=config)).parameters)
+    )
+    assert after.metrics["loss"] < before.metrics["loss"]
