@@ -138,6 +138,21 @@ def test_scores_are_means_over_tokens() -> None:
     assert trained.metrics["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
 
 
+def test_a_model_that_is_named_after_its_head_is_scored_by_the_next_token() -> None:
+    trainer = make_trainer(model=language.make_gpt2)
+    learner = HuggingFaceLearner(model=language.make_gpt2)
+    result = trainer.evaluate(make_task(learner.initial(), config={"base_sha256": learner.base_sha256()}))
+    module, hits = language.make_gpt2().eval(), []
+    with torch.no_grad():
+        for example in (DATA[index] for index in range(len(DATA))):
+            answers = module(example["input_ids"][None], attention_mask=example["attention_mask"][None]).logits.argmax(
+                2
+            )
+            hits += (answers[0, :-1] == example["labels"][1:])[example["labels"][1:] != -100].tolist()
+    assert result.num_examples == len(hits)
+    assert result.metrics["accuracy"] == pytest.approx(np.mean(hits))
+
+
 def test_a_stop_ends_the_run_within_a_batch_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     trainer, seen = make_trainer(), []
