@@ -6,6 +6,7 @@ order of its examples, the optimizer and the learning rate's schedule continue w
 
 from __future__ import annotations
 
+from fedplat.pytorch.huggingface.causal_lm import causal_lm
 from fedplat.pytorch.huggingface.data import ArrayExamples, Collator, Dataset, MakeExample, make_causal_example
 from fedplat.pytorch.huggingface.learner import HuggingFaceLearner, MakeTrainer
 from fedplat.pytorch.huggingface.run import AfterStep, HuggingFaceConfig
@@ -20,6 +21,7 @@ __all__ = [
     "HuggingFaceLearner",
     "MakeExample",
     "MakeTrainer",
+    "causal_lm",
     "make_causal_example",
     "tokenizer_sha256",
 ]

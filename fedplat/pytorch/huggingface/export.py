@@ -30,6 +30,7 @@ from fedplat.errors import DataError, MissingExtraError, ModelError
 from fedplat.extras import install_command
 from fedplat.model import Parameters
 from fedplat.pytorch import convert, training
+from fedplat.pytorch.huggingface import scores
 from fedplat.pytorch.training.frozen_base import check_base
 
 try:
@@ -37,7 +38,6 @@ try:
     import safetensors.torch
     import transformers as _transformers
     from peft.tuners.tuners_utils import BaseTunerLayer as _Layer
-    from transformers.models.auto import modeling_auto
 except ImportError as exc:
     raise MissingExtraError(
         f"an export for transformers needs transformers and peft; install them with: {install_command('huggingface')}"
@@ -115,7 +115,7 @@ def export(
     check_folders(folder, base)
     own, terms = split_terms(parameters)
     module = _load_trained(make_model, own, base_sha256)
-    model_class, is_causal = type(_base_of(module)).__name__, _is_causal(module)
+    model_class, is_causal = type(_base_of(module)).__name__, scores.is_causal(_base_of(module))
     base = base or _find_base(module)
     write = _write_adapters if form == "peft" else _write_merged
     with _replacing(folder) as temporary, _quiet():
@@ -190,11 +190,6 @@ def _base_of(module: Any) -> Any:
     return module.get_base_model() if isinstance(module, peft.PeftModel) else module
 
 
-def _is_causal(module: Any) -> bool:
-    names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    return type(_base_of(module)).__name__ in names.values()
-
-
 def _find_base(module: Any) -> Path | None:
     """Return the folder that a model was loaded from."""
     name = getattr(_base_of(module), "name_or_path", "")
@@ -225,7 +220,7 @@ def _write_adapters(module: Any, own: Parameters, terms: Terms, base: Path | Non
     if isinstance(config.target_modules, set):
         config.target_modules = sorted(config.target_modules)
     base_class = type(_base_of(module))
-    if config.task_type is None and _is_causal(module):
+    if config.task_type is None and scores.is_causal(_base_of(module)):
         config.task_type = peft.TaskType.CAUSAL_LM
     elif config.task_type is None:
         config.auto_mapping = {"base_model_class": base_class.__name__, "parent_library": base_class.__module__}

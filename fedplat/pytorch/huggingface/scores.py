@@ -13,12 +13,23 @@ IGNORED = -100
 """The label of tokens that do not count, such as padding."""
 
 
+def is_causal(model: object) -> bool:
+    """Return whether a model of transformers continues texts, so that its labels are the tokens themselves.
+
+    The library knows such classes as GPT2LMHeadModel only by their names.
+    """
+    from transformers.models.auto import modeling_auto  # run.py says what to install if it is absent
+
+    names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return getattr(model, "loss_type", None) == "ForCausalLM" or type(model).__name__ in names
+
+
 class Scores:
     """Sums over the tokens, or the examples, whose labels count."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         base = getattr(module, "get_base_model", lambda: module)()
-        self._module, self._shifts = module, getattr(base, "loss_type", None) == "ForCausalLM"
+        self._module, self._shifts = module, is_causal(base)
         self._are_tokens, self.has_labels = False, False
         self._loss = self._hits = self._answers = 0.0
         self.count = 0.0

@@ -144,6 +144,21 @@ def test_scores_are_means_over_tokens() -> None:
     assert trained.metrics["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
 
 
+def test_a_model_that_is_named_after_its_head_is_scored_by_the_next_token() -> None:
+    trainer = make_trainer(model=language.make_gpt2)
+    learner = HuggingFaceLearner(model=language.make_gpt2)
+    result = trainer.evaluate(make_task(learner.initial(), config={"base_sha256": learner.base_sha256()}))
+    module, hits = language.make_gpt2().eval(), []
+    with torch.no_grad():
+        for example in (DATA[index] for index in range(len(DATA))):
+            answers = module(example["input_ids"][None], attention_mask=example["attention_mask"][None]).logits.argmax(
+                2
+            )
+            hits += (answers[0, :-1] == example["labels"][1:])[example["labels"][1:] != -100].tolist()
+    assert result.num_examples == len(hits)
+    assert result.metrics["accuracy"] == pytest.approx(np.mean(hits))
+
+
 def test_a_stop_ends_the_run_within_a_batch_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     trainer, seen = make_trainer(), []
@@ -385,3 +400,14 @@ def test_the_files_of_the_page_train_a_model(tmp_path: Path, monkeypatch: pytest
         losses.append(user_code.load("chat.py:evaluate", tmp_path)(task).metrics["loss"])
         model = user_code.load("chat.py:train", tmp_path)(task).parameters
     assert losses[1] < 0.95 * losses[0]
+    Path("local.py").write_text(files["local.py"])
+    same = user_code.load("local.py:LEARNER", tmp_path)
+    assert (same.initial().schema, same.base_sha256()) == (start.schema, digest)
+    tokens = torch.arange(32).reshape(4, 8)
+    trainer = user_code.load("local.py:make_trainer", tmp_path)(tokens, tokens + 1)
+    config = {"epochs": 3, "batch_size": 4, "learning_rate": 1e-2, "optimizer": "adamw", "base_sha256": digest}
+    before, after = (
+        trainer(Task(name="chat", parameters=each.copy(), config=config))
+        for each in (start, trainer(Task(name="chat", parameters=start.copy(), config=config)).parameters)
+    )
+    assert after.metrics["loss"] < before.metrics["loss"]
