@@ -24,11 +24,12 @@ import numpy.typing as npt
 import torch
 
 from fedplat import durable
+from fedplat.aggregate import factors
 from fedplat.aggregate.local import CONTROL
 from fedplat.client_state import ClientState
 from fedplat.errors import DataError, MissingExtraError, ModelError
 from fedplat.extras import install_command
-from fedplat.model import Parameters
+from fedplat.model import SERVER, Parameters
 from fedplat.pytorch import convert, training
 from fedplat.pytorch.huggingface import scores
 from fedplat.pytorch.training.frozen_base import check_base
@@ -47,10 +48,8 @@ peft: Any = _peft
 transformers: Any = _transformers
 Form: TypeAlias = Literal["peft", "merged"]
 Terms: TypeAlias = Mapping[str, npt.NDArray[np.float32]]
-"""What is added to the weights of layers besides their adapters, by the layer's name in the model."""
+"""What is added to the weights of layers besides their adapters, [outputs, inputs], by the layer's name in the module."""
 
-SERVER = "server/"
-"""Tensors of the job's model that only the server writes: `server/NAME` is added to the weight of the layer NAME."""
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _OTHER_FORMATS = (".bin", ".gguf", ".h5", ".index.json", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors")
 """Ends of the names of files with weights."""
@@ -114,7 +113,7 @@ def export(
     """
     check_folders(folder, base)
     own, terms = split_terms(parameters)
-    module = _load_trained(make_model, own, base_sha256)
+    module = _load_trained(make_model, parameters, base_sha256)
     model_class, is_causal = type(_base_of(module)).__name__, scores.is_causal(_base_of(module))
     base = base or _find_base(module)
     write = _write_adapters if form == "peft" else _write_merged
@@ -148,16 +147,20 @@ def check_folders(folder: Path, base: Path | None) -> None:
 
 
 def split_terms(parameters: Parameters) -> tuple[Parameters, Terms]:
-    """Return the tensors that clients train, and the terms that only the server writes."""
-    terms = {
-        name.removeprefix(SERVER): np.asarray(parameters[name], np.float32) for name in parameters if _is_term(name)
-    }
-    own = {name: parameters[name] for name in parameters if not _is_term(name) and not name.startswith(CONTROL)}
+    """Return the tensors that clients train, and the terms s · lora_BA that only the server writes (FedEx-LoRA, FLoRA).
+
+    Raises `ModelError` for terms without their scaling s.
+    """
+    terms: dict[str, npt.NDArray[np.float32]] = {}
+    for name in parameters:
+        if name.startswith(SERVER) and name != factors.SCALING:
+            if factors.SCALING not in parameters:
+                raise ModelError(f"the model has {name!r}, but no {factors.SCALING!r}; expected both")
+            term = np.asarray(parameters[name], np.float32) * np.float32(parameters[factors.SCALING][0])
+            if term.any():
+                terms[factors.split_product_name(name)[0]] = term
+    own = {name: parameters[name] for name in parameters if not name.startswith((SERVER, CONTROL))}
     return Parameters.from_arrays(own), terms
-
-
-def _is_term(name: str) -> bool:
-    return name.startswith(SERVER)
 
 
 def _load_trained(make_model: Callable[[], torch.nn.Module], parameters: Parameters, base_sha256: str) -> Any:
@@ -178,10 +181,11 @@ def _load_trained(make_model: Callable[[], torch.nn.Module], parameters: Paramet
         raise ModelError("the base is quantized, which cannot be exported; expected one in bfloat16 or float32")
     assert trainee.base is not None
     check_base(trainee.base, base_sha256)
-    if trainee.base.names & set(parameters):  # a job with share = "all"
-        convert.load_into(module, parameters)
+    received = Parameters.from_arrays({name: parameters[name] for name in parameters if not name.startswith(CONTROL)})
+    if trainee.base.names & set(received):  # a job with share = "all"
+        convert.load_into(module, received)
     else:
-        trainee.load(parameters, ClientState())
+        trainee.load(received, ClientState())
     return module
 
 
@@ -288,8 +292,8 @@ def merge(module: Any, terms: Terms | None = None) -> Any:
         types = {key: value.dtype for key, value in inner.named_parameters()}
         inner.float()
         layer.merge(safe_merge=True)
-        if (term := rest.pop(place, rest.pop(name, None))) is not None:
-            _add_term(inner.weight, term, name)
+        if (term := rest.pop(place, None)) is not None:
+            _add_term(inner.weight, term.T if type(inner).__name__ == "Conv1D" else term, name)
         for key, value in inner.named_parameters():
             value.data = value.data.to(types[key])
             if not bool(torch.isfinite(value.data).all()):

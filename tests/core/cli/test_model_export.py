@@ -19,6 +19,7 @@ import peft
 import torch
 import transformers
 
+from fedplat.aggregate import Flora
 from fedplat.errors import FedplatError
 from fedplat.model import Parameters
 from fedplat.pytorch.huggingface import export
@@ -198,15 +199,23 @@ def test_a_weight_is_added_up_in_float32_and_rounded_once() -> None:
     first, second = (trained[f"{layer}.lora_{name}.default.weight"].astype(np.float64) for name in "AB")
     weight = make().state_dict()[f"{layer}.base_layer.weight"].double().numpy()
     term = (weight * 1e-3 * rng.normal(size=weight.shape)).astype(np.float32)
-    expected = torch.from_numpy(weight + 2.0 * second @ first + term).float().bfloat16()
-    for name in (layer, layer.removeprefix("base_model.model.")):
-        values = {**{each: trained[each] for each in trained}, f"server/{name}": term}
-        own, terms = export.split_terms(Parameters.from_arrays(values))
-        assert (own, list(terms)) == (trained, [name])
-        merged = export.merge(load(make, own), terms)
-        torch.testing.assert_close(merged.model.layers[1].self_attn.o_proj.weight, expected, rtol=0, atol=0)
+    expected = torch.from_numpy(weight + 2.0 * (second @ first + term)).float().bfloat16()
+    model = Flora(scaling=2.0).build().requirements.extend(trained)
+    own, terms = export.split_terms(model)
+    assert (own, dict(terms)) == (trained, {})  # the first model of a job
+    names = [f"server/base_model.model.model.layers.{number}.self_attn.o_proj.lora_BA.default.weight" for number in (0, 1)]
+    assert set(names) < set(model)
+    values = {**{each: model[each] for each in model}, names[1]: term}
+    own, terms = export.split_terms(Parameters.from_arrays(values))
+    assert (own, list(terms)) == (trained, [layer])
+    merged = export.merge(load(make, own), terms)
+    torch.testing.assert_close(merged.model.layers[1].self_attn.o_proj.weight, expected, rtol=0, atol=0)
+    base = save_base(language.make_llama, "base")
     with pytest.raises(FedplatError, match=r"has added a term to the weight of .*expected the format merged"):
-        export.export(make, Parameters.from_arrays(values), Path("out"), "peft", save_base(language.make_llama, "base"))
+        export.export(make, Parameters.from_arrays(values), Path("out"), "peft", base)
+    with pytest.raises(FedplatError, match=r"has the scaling 2.0, and the job states 1 "):
+        other = {**values, "server/lora_scaling": np.ones(1, np.float32)}
+        export.export(make, Parameters.from_arrays(other), Path("out"), "merged", base)
     with pytest.raises(FedplatError, match=r"the server has added a term to 'nowhere', and the model has no adapters"):
         export.merge(load(make, own), {"nowhere": term})
     with pytest.raises(FedplatError, match=r"has the shape \[2, 32\]; expected \[32, 32\]"):
