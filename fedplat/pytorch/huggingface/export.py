@@ -48,7 +48,7 @@ peft: Any = _peft
 transformers: Any = _transformers
 Form: TypeAlias = Literal["peft", "merged"]
 Terms: TypeAlias = Mapping[str, npt.NDArray[np.float32]]
-"""What is added to the weights of layers besides their adapters, [outputs, inputs], by the layer's name in the module."""
+"""What is added to the weights of layers [outputs, inputs], besides their adapters, by the layer's path."""
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _OTHER_FORMATS = (".bin", ".gguf", ".h5", ".index.json", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors")

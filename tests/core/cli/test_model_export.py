@@ -203,7 +203,9 @@ def test_a_weight_is_added_up_in_float32_and_rounded_once() -> None:
     model = Flora(scaling=2.0).build().requirements.extend(trained)
     own, terms = export.split_terms(model)
     assert (own, dict(terms)) == (trained, {})  # the first model of a job
-    names = [f"server/base_model.model.model.layers.{number}.self_attn.o_proj.lora_BA.default.weight" for number in (0, 1)]
+    names = [
+        f"server/base_model.model.model.layers.{number}.self_attn.o_proj.lora_BA.default.weight" for number in (0, 1)
+    ]
     assert set(names) < set(model)
     values = {**{each: model[each] for each in model}, names[1]: term}
     own, terms = export.split_terms(Parameters.from_arrays(values))
@@ -213,8 +215,8 @@ def test_a_weight_is_added_up_in_float32_and_rounded_once() -> None:
     base = save_base(language.make_llama, "base")
     with pytest.raises(FedplatError, match=r"has added a term to the weight of .*expected the format merged"):
         export.export(make, Parameters.from_arrays(values), Path("out"), "peft", base)
+    other = {**values, "server/lora_scaling": np.ones(1, np.float32)}
     with pytest.raises(FedplatError, match=r"has the scaling 2.0, and the job states 1 "):
-        other = {**values, "server/lora_scaling": np.ones(1, np.float32)}
         export.export(make, Parameters.from_arrays(other), Path("out"), "merged", base)
     with pytest.raises(FedplatError, match=r"the server has added a term to 'nowhere', and the model has no adapters"):
         export.merge(load(make, own), {"nowhere": term})
