@@ -18,7 +18,7 @@ def is_causal(model: object) -> bool:
 
     The library knows such classes as GPT2LMHeadModel only by their names.
     """
-    from transformers.models.auto import modeling_auto  # run.py says what to install if it is absent
+    from transformers.models.auto import modeling_auto  # run.py reports a missing package
 
     names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     return getattr(model, "loss_type", None) == "ForCausalLM" or type(model).__name__ in names
