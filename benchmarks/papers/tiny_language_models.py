@@ -110,7 +110,7 @@ def read_plays() -> Dataset:
 
 def make_llama() -> Any:
     """Return a random Llama of 106,816 parameters."""
-    transformers = _load("transformers")
+    transformers, _ = _load()
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.LlamaConfig(
         **sizes, num_key_value_heads=2, vocab_size=256, max_position_embeddings=128, use_cache=False
@@ -120,7 +120,7 @@ def make_llama() -> Any:
 
 def make_gpt2() -> Logits:
     """Return a random GPT-2 of 124,672 parameters, without dropout."""
-    transformers = _load("transformers")
+    transformers, _ = _load()
     without = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     config = transformers.GPT2Config(
         n_embd=64,
@@ -138,7 +138,7 @@ def make_gpt2() -> Logits:
 
 def make_adapted() -> Logits:
     """Return the trained base with adapters of rank 4 on its queries and values: 1,792 numbers."""
-    peft = _load("peft")
+    _, peft = _load()
     base = make_llama()
     base.load_state_dict(convert.to_torch(load_base()))
     config = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -177,10 +177,13 @@ def load_base() -> Parameters:
     return found
 
 
-def _load(name: str) -> Any:
+def _load() -> tuple[Any, Any]:
+    """Return transformers and peft, whose import takes seconds. Raises `MissingExtraError`."""
     try:
-        return __import__(name)
+        import peft
+        import transformers
     except ImportError as exc:
         raise MissingExtraError(
-            f"{name} is not installed; install transformers and peft with: pip install 'fedplat[huggingface]'"
+            f"{exc.name} is not installed; install transformers and peft with: pip install 'fedplat[huggingface]'"
         ) from exc
+    return transformers, peft
