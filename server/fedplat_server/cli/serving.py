@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -207,27 +207,49 @@ def dev(  # noqa: PLR0913 -- one parameter for each option of the command line
         folder = PkiFolder.of(data_dir.resolve())
         make_certificates(folder, ["localhost"], url)
         make_operator(data_dir / "admin.toml", url, listen, folder)
+        http = _find_http_address(listen)
         operate = _install_profile(
             profile_path or profile.default_path(), data_dir.resolve() / "admin.toml", url, listen
         )
-        ticket = _make_ticket(data_dir.resolve() / f"{population}.ticket", url, listen, population, folder)
+        served = DevAddresses(listen, http)
+        ticket = _make_ticket(data_dir.resolve() / f"{population}.ticket", url, served, population, folder)
     print(flush=True)
     with contextlib.ExitStack() as stack:
 
         def on_started() -> None:
-            _print_commands(listen, operate, ticket)
+            _print_commands(served, operate, ticket)
             if dashboard:
                 stack.enter_context(_dashboard(dashboard, listen, data_dir.resolve() / "admin.toml"))
 
-        serve(make_config(listen, data_dir, url), log_level, json_log, on_started)
+        serve(make_config(served, data_dir, url), log_level, json_log, on_started)
     print(f"stopped; everything is kept for the next fedplat-server dev{options.repeat_options()}")
 
 
-def make_config(listen: str, data_dir: Path, url: str) -> config.ServerConfig:
+class DevAddresses(NamedTuple):
+    """Where a server for development listens, for gRPC and for HTTP/1.1 ("": not)."""
+
+    listen: str
+    http: str
+
+
+def _find_http_address(listen: str) -> str:
+    """Return the address of the next port, for HTTP/1.1; empty if another program has that."""
+    host, _, port = listen.rpartition(":")
+    address = f"{host}:{int(port) + 1}"
+    try:
+        PortReservation(address, "--http-listen", shared=False).release()
+    except (ConfigError, OverflowError):
+        return ""
+    return address
+
+
+def make_config(served: DevAddresses, data_dir: Path, url: str) -> config.ServerConfig:
     """Return the configuration of a server for development."""
     folder = data_dir.resolve()
     return config.ServerConfig(
-        listen=listen,
+        listen=served.listen,
+        http_listen=served.http,
+        http_address=served.http,
         data_dir=folder,
         database=url,
         tls=PkiFolder.of(folder).files,
@@ -287,18 +309,21 @@ def _load_known(path: Path, url: str) -> profile.Profile | None:
     return found if operator is not None else None
 
 
-def _make_ticket(path: Path, url: str, address: str, population: str, folder: PkiFolder) -> Path:
+def _make_ticket(path: Path, url: str, served: DevAddresses, population: str, folder: PkiFolder) -> Path:
     """Write an enrollment ticket, unless the file has one that is usable for at least a day."""
     trusted = folder.ca.read_text()
 
     async def find_or_create(store: Store) -> tuple[EnrollmentToken, auth.Ticket, bool]:
         ticket = _read_ticket(path)
-        if ticket is not None and (ticket.server, ticket.population, ticket.ca) == (address, population, trusted):
+        wanted = (served.listen, served.http, population, trusted)
+        if ticket is not None and (ticket.server, ticket.http, ticket.population, ticket.ca) == wanted:
             token = await store.clients.find_enrollment_token(hash_secret(ticket.secret))
             if token is not None and not token.describe_problem(time.time() + RENEWED_BEFORE_S):
                 return token, ticket, False
-        enrollments = Enrollments(store.clients, ClientDirectory(store.clients), lambda: Trust(True, trusted))
-        created = await enrollments.create(population, NUM_TICKET_USES, TICKET_LIFETIME_S, address, audit.HOST)
+        enrollments = Enrollments(
+            store.clients, ClientDirectory(store.clients), lambda: Trust(True, trusted, served.http)
+        )
+        created = await enrollments.create(population, NUM_TICKET_USES, TICKET_LIFETIME_S, served.listen, audit.HOST)
         return *created, True
 
     token, ticket, is_new = options.with_store(url, find_or_create)
@@ -346,10 +371,11 @@ def _dashboard(address: str, server: str, admin_path: Path) -> Generator[None]:
             process.wait()
 
 
-def _print_commands(listen: str, operate: str, ticket: Path) -> None:
+def _print_commands(served: DevAddresses, operate: str, ticket: Path) -> None:
     """Print what to do next."""
     client = f"fedplat-client run --ticket-file {shlex.quote(str(ticket))} --data-dir client-1"
-    print(f"the server is ready at {listen}; Ctrl-C stops it. In another terminal:")
+    http = f" (HTTP/1.1 at {served.http})" if served.http else ""
+    print(f"the server is ready at {served.listen}{http}; Ctrl-C stops it. In another terminal:")
     print(f"  see its status  {operate} status")
     print(f"  run a client    {client} --trainer NAME=FILE.py:FUNCTION")
     print(f"  submit a job    {operate} job submit job.toml --watch", flush=True)
