@@ -28,6 +28,7 @@ from fedplat_client._state.two_phase import ClientStateStore, Residuals, ServedA
 from fedplat_client._work import heartbeat, process_group, training, transfer, work
 from fedplat_client._work.peers.port import PeerPort
 from fedplat_client.backoff import Backoff, draw_s, is_cut
+from fedplat_client.http_channel import HttpChannel
 from fedplat_client.options import ClientOptions
 from fedplat_client.task import EvaluateFunction, TrainFunction
 
@@ -234,10 +235,11 @@ class Client:
         with self._directory.lock(), cancellation.on_signals(self._stop_on_signal), contextlib.ExitStack() as stack:
             identity = self._directory.load_identity(self._ticket)
             key = self._directory.load_signing_key(identity)
-            channel = stack.enter_context(transport.connect(self._server, tls=identity.tls, ca=identity.ca))
+            channel = stack.enter_context(self._connect(identity))
             signed = authenticator.SignedAccess(channel, key, self._options.call_timeout_s, self._log_session)
             access = stack.enter_context(self._certificates(signed, identity)) if self._options.mtls else signed
-            connection = authenticator.Connection(access, self._options.call_timeout_s)
+            http = channel if isinstance(channel, HttpChannel) else None
+            connection = authenticator.Connection(access, self._options.call_timeout_s, http)
             port = stack.enter_context(self._peer_port(signed, identity))
             open_silos = functools.cache(lambda: stack.enter_context(self._open_silos(parts, port, signed)))
             parts = self._open_parts(connection, key)
@@ -258,6 +260,14 @@ class Client:
                         open_silos().forget(begun)
 
             yield session, prepare, worker
+
+    def _connect(self, identity: data_directory.Identity) -> transport.Channel:
+        options = self._options
+        ca = identity.ca + options.read_authorities()
+        if options.transport == "http":
+            address = identity.http or self._server
+            return transport.connect_http(address, tls=identity.tls, ca=ca, proxy=options.proxy)
+        return transport.connect(self._server, tls=identity.tls, ca=ca, proxy=options.proxy)
 
     def _open_parts(self, connection: authenticator.Connection, key: SigningKey) -> work.ClientParts:
         directory, options = self._directory, self._options
@@ -311,6 +321,7 @@ class Client:
             evaluators=sorted(self._evaluators),
             features=features,
             plugins=self._plugins,
+            proxy=self._options.proxy,
         )
 
     def _certificates(self, signed: authenticator.SignedAccess, identity: data_directory.Identity) -> CertificateAccess:

@@ -38,6 +38,8 @@ class ClientDescription:
     features: Sequence[str] = (FEATURE,)
     plugins: LoadedPlugins = NO_PLUGINS
     ticket: auth.Ticket | None = None
+    proxy: str = ""
+    """The proxy that the owner has named; empty: that of the environment."""
 
 
 @dataclass(frozen=True)
@@ -121,10 +123,12 @@ class ClientSession:
         identity = self._identity
         if exc.code != "UNAVAILABLE":
             return exc
-        if not proxies.is_direct(identity.server):
-            return errors.ServerUnavailableError(exc.code, proxies.explain(identity.server, exc.text), exc.retry)
+        given = self._description.proxy
+        if not proxies.is_direct(identity.server, given):
+            text = proxies.explain(identity.server, exc.text, given)
+            return errors.ServerUnavailableError(exc.code, text, exc.retry)
         problem = proxies.describe_failure(identity.server, ca=identity.ca) if identity.tls else ""
-        text = problem or proxies.explain(identity.server, exc.text)
+        text = problem or proxies.explain(identity.server, exc.text, given)
         return errors.ServerUnavailableError(exc.code, f"{identity.server}: {text}", exc.retry)
 
     def forget_enrollment(self) -> None:
