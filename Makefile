@@ -140,7 +140,7 @@ references: $(STAMP) $(PEERS)/.installed ## compare server rules with Flower's s
 
 papers: $(STAMP) ## reproduce published tables: run experiments without a log, for hours; requires FEDPLAT_DATA
 	for paper in mcmahan fedprox_stragglers niid_bench robust_rules private_utility distributed_noise logits_calibration \
-		sharpness_aware not_true_distillation; do \
+		sharpness_aware not_true_distillation diloco federated_adapters; do \
 		$(BIN)/python benchmarks/papers/$$paper.py || exit 1; done
 	$(BIN)/python benchmarks/papers/reproductions_page.py
 

@@ -1,8 +1,9 @@
 """Run the cells of a paper's table, keep a log of each, and compare published values with the results.
 
 A cell is one simulation file. Its log is `results/PAPER/CELL-seedN.jsonl`: a first line with the settings, a line for
-each round, and a last line at the end. Tables are generated from the logs alone, without running anything. A cell with
-a complete log does not run again. A cell that was stopped continues from its last checkpoint, in `runs/papers`.
+each round and for each evaluation by clients, and a last line at the end. Tables are generated from the logs alone,
+without running anything. A cell with a complete log does not run again. A cell that was stopped continues from its last
+checkpoint, in `runs/papers`.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ class Log:
     about: Mapping[str, Any]
     rounds: Sequence[Mapping[str, Any]]
     done: bool
+    evaluations: Sequence[Mapping[str, Any]] = ()
+    """By clients: each has their number, and the weighted means of their metrics."""
 
     @property
     def accuracies(self) -> list[float]:
@@ -119,7 +122,8 @@ def read_log(path: Path) -> Log:
     about: dict[str, Any] = lines[0] if lines else {"cell": "", "seed": 0}
     rounds = [line for line in lines if "round" in line]
     done = bool(lines) and "done" in lines[-1]
-    return Log(cell=about["cell"], seed=about["seed"], about=about, rounds=rounds, done=done)
+    evaluations = [line for line in lines if "evaluation" in line]
+    return Log(cell=about["cell"], seed=about["seed"], about=about, rounds=rounds, done=done, evaluations=evaluations)
 
 
 def read_logs(paper: Paper, folder: Path = RESULTS) -> list[Log]:
@@ -150,12 +154,12 @@ def mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def format_runs(values: Sequence[float]) -> str:
+def format_runs(values: Sequence[float], digits: int = 2) -> str:
     """Return the mean of runs, with the standard deviation if there are several, or "not run"."""
     if not values:
         return "not run"
-    mean_text = f"{statistics.mean(values):.2f}"
-    return f"{mean_text} ± {statistics.stdev(values):.2f}" if len(values) > 1 else mean_text
+    mean_text = f"{statistics.mean(values):.{digits}f}"
+    return f"{mean_text} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean_text
 
 
 def format_gains(values: Mapping[int, float], base: Mapping[int, float]) -> str:
@@ -191,8 +195,13 @@ def run_cell(paper: Paper, cell: Cell, seed: int, path: Path, quick: bool) -> st
         def observe(record: AttemptResult) -> None:
             if not record.committed:
                 return
+            if record.kind == "EVALUATE":
+                clients = sum(record.counts.values())
+                write({"evaluation": record.round, "clients": clients, "metrics": record.metrics})
+                return
             counts = {"merged": record.num_updates, "assigned": sum(record.counts.values())}
-            write({"round": record.round, **counts, **record.evaluation})
+            sent = {} if record.bytes_up == 0 else {"bytes_up": record.bytes_up}
+            write({"round": record.round, **counts, **sent, **record.evaluation})
             if cell.target is not None and 100.0 * record.evaluation.get("accuracy", 0.0) >= cell.target:
                 raise Reached
 

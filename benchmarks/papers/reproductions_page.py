@@ -25,6 +25,8 @@ PAGES = {
         "logits_calibration",
         "sharpness_aware",
         "not_true_distillation",
+        "diloco",
+        "federated_adapters",
     ),
     _DOCS / "privacy.md": ("private_utility", "distributed_noise"),
 }

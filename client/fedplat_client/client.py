@@ -235,11 +235,14 @@ class Client:
         with self._directory.lock(), cancellation.on_signals(self._stop_on_signal), contextlib.ExitStack() as stack:
             identity = self._directory.load_identity(self._ticket)
             key = self._directory.load_signing_key(identity)
-            channel = stack.enter_context(self._connect(identity))
+            connect = functools.partial(self._connect, identity)
+            channel = stack.enter_context(connect())
             signed = authenticator.SignedAccess(channel, key, self._options.call_timeout_s, self._log_session)
             access = stack.enter_context(self._certificates(signed, identity)) if self._options.mtls else signed
             http = channel if isinstance(channel, HttpChannel) else None
-            connection = authenticator.Connection(access, self._options.call_timeout_s, http)
+            # A certificate has one connection, which is renewed with it; closing a channel of HTTP ends no call.
+            more = connect if access is signed and http is None else None
+            connection = authenticator.Connection(access, self._options.call_timeout_s, more, http)
             port = stack.enter_context(self._peer_port(signed, identity))
             open_silos = functools.cache(lambda: stack.enter_context(self._open_silos(parts, port, signed)))
             parts = self._open_parts(connection, key)

@@ -354,11 +354,10 @@ def test_a_module_with_a_base_is_made_once_and_only_for_jobs_of_that_base() -> N
     learner = Learner(model=on_a_base, share="trained")
     start, base = learner.initial(), learner.base_sha256()
     made.clear()
-    with pytest.raises(ModelError, match=f'does not state the base .* expected base_sha256 .* "{base}"'):
+    with pytest.raises(ModelError, match=f"does not state the base .* expected base_sha256 .* SHA-256 {base}"):
         trainer(make_task(start))
     with pytest.raises(ModelError, match=f"has the SHA-256 {base}; expected the same base on all participants"):
         trainer(make_task(start, base_sha256="0" * 64))
-    made.clear()
     task = make_task(start, base_sha256=base)
     first = train(trainer, task)
     assert set(first) == {"3.weight", "3.bias"}
@@ -369,5 +368,21 @@ def test_a_module_with_a_base_is_made_once_and_only_for_jobs_of_that_base() -> N
     stopped.control.expire()
     with pytest.raises(Cancelled):
         trainer(stopped)
+    module = made[0]
+
+    def stop(task: Task) -> TensorDataset:
+        module[3].weight.grad = torch.ones(10, 32)  # type: ignore[index] -- as between the batches of a step
+        raise Cancelled("SURPLUS")
+
+    object.__setattr__(trainer, "data", stop)
+    with pytest.raises(Cancelled):
+        trainer(task)
+    object.__setattr__(trainer, "data", digits(200))
     np.testing.assert_array_equal(train(trainer, make_task(start, base_sha256=base)).buffer, first.buffer)
-    assert len(made) == 2  # that of a task that was stopped is made anew
+    assert len(made) == 1
+    with torch.no_grad():
+        module[0].weight.mul_(2.0)  # type: ignore[index]
+    with pytest.raises(ModelError, match="changed in the training, although it is not trained"):
+        trainer(task)
+    np.testing.assert_array_equal(train(trainer, make_task(start, base_sha256=base)).buffer, first.buffer)
+    assert len(made) == 2  # the base of the first one had changed

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from fedplat import errors, extras
-from fedplat_client.errors import Cancelled
+from fedplat.learner import Round, config_of_round
 from fedplat_client.task import EvaluateResult, Task, TrainResult
+from fedplat_client.trainers.learner import Seed, seed_of
 from fedplat_client.trainers.pace import StepClock
 
 try:
@@ -21,19 +20,14 @@ try:
         HuggingFaceConfig,
         HuggingFaceLearner,
         MakeTrainer,
-        Round,
     )
-    from fedplat.pytorch.training import Trainee, check_base
 except errors.MissingExtraError as exc:
     raise errors.MissingExtraError(
         "HuggingFaceTrainer needs transformers, which is not installed; install it with: "
         + extras.install_command("huggingface")
     ) from exc
-import torch
 
 Data: TypeAlias = Dataset | Callable[[Task], Dataset]
-_EVALUATION_BATCH_SIZE = 8
-"""Logits of a language model are large: 8 x 512 x 128,000 numbers are 2 GB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,42 +57,43 @@ class HuggingFaceTrainer:
     """Makes another Trainer from the model, the arguments, the dataset and a list of callbacks."""
     personal: tuple[str, ...] = ()
     """Names of trained tensors that stay on the client, such as "*lora_B*"."""
+    tokenizer: Any = None
+    """The tokenizer of the data, whose digest (`tokenizer_sha256`) jobs then state in their `[config]`."""
     device: str = "auto"
     """A PyTorch device; "auto" is CUDA if available, else the CPU."""
-    seed: int = 0
-    """Seeds all randomness."""
-    _idle: list[Trainee] = field(default_factory=list[Trainee], init=False, repr=False)
+    seed: Seed = 0
+    """Seeds all randomness; or a function of the task that returns the seed of its training. The order of examples
+    follows from the seed of the client's first round."""
 
     def __call__(self, task: Task) -> TrainResult:
         """Train for `config["max_steps"]` steps or `config["epochs"]` epochs.
 
         With `config["partial_work"]` the training ends before its deadline, and its steps until then count.
         """
-        options = HuggingFaceConfig.read(task.config)
-        seeds = np.random.SeedSequence([self.seed, task.round, task.attempt])
+        options = HuggingFaceConfig.read(config_of_round(task.config, task.round))
         this = Round(
             number=task.round,
             num_rounds=task.num_rounds,
-            seed=int(seeds.generate_state(1)[0]),
-            order_seed=self.seed,
+            seed=seed_of(task, self.seed),
             client_state=task.client_state,
         )
         after_step = StepClock(task, options.partial_work).after_step
-        with self._borrow_model(options.base_sha256) as model:
-            count, metrics = self._learner.train(model, task.parameters, self._data(task), options, this, after_step)
+        with self._learner.borrow(options) as model:
+            count, metrics = self._learner.train_trainee(
+                model, task.parameters, self._data(task), options, this, after_step
+            )
         return TrainResult(parameters=task.parameters, num_examples=count, metrics=metrics)
 
     def evaluate(self, task: Task) -> EvaluateResult:
         """Measure the task's parameters on the dataset, without training: `loss` and `accuracy`, means over tokens."""
         options = HuggingFaceConfig.read(task.config)
-        size = options.batch_size or _EVALUATION_BATCH_SIZE
-        with self._borrow_model(options.base_sha256) as model:
-            count, metrics = self._learner.evaluate(
-                model, task.parameters, self._data(task), size, task.client_state, task.progress
+        with self._learner.borrow(options) as model:
+            count, metrics = self._learner.evaluate_trainee(
+                model, task.parameters, self._data(task), options, task.client_state, task.progress
             )
         return EvaluateResult(num_examples=count, metrics=metrics)
 
-    @property
+    @functools.cached_property
     def _learner(self) -> HuggingFaceLearner:
         return HuggingFaceLearner(
             model=self.model,
@@ -106,29 +101,9 @@ class HuggingFaceTrainer:
             arguments=self.arguments,
             trainer=self.trainer,
             personal=self.personal,
+            device=self.device,
+            tokenizer=self.tokenizer,
         )
-
-    @contextmanager
-    def _borrow_model(self, base_sha256: str) -> Generator[Trainee]:
-        """Give a model that no other task uses to the block; one whose task has failed is made anew.
-
-        Raises `ModelError` if it has another base than the job states.
-        """
-        try:
-            model = self._idle.pop()
-        except IndexError:
-            model = self._learner.make_trainee(self._device(), self.seed)
-        try:
-            check_base(model.base, base_sha256, is_required=True)
-            yield model
-        except (Cancelled, errors.ModelError):  # the next task loads all that was trained
-            self._idle.append(model)
-            raise
-        self._idle.append(model)
-
-    def _device(self) -> torch.device:
-        automatic = "cuda" if torch.cuda.is_available() else "cpu"
-        return torch.device(automatic if self.device == "auto" else self.device)
 
     def _data(self, task: Task) -> Dataset:
         return self.data(task) if callable(self.data) else self.data

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 from fedplat.pytorch import training
 from fedplat_client.trainers import dp as private
 from fedplat_client.trainers.pace import StepClock
-from fedplat_client.trainers.strategy import SingleProcess, TrainingStrategy
+from fedplat_client.trainers.strategy import Precision, SingleProcess, TrainingStrategy
 
 if TYPE_CHECKING:
     from fedplat.pytorch.distributed import Backend
@@ -88,7 +88,7 @@ class TorchTrainer:
     """The parts of the module for a layout; by default those that a model of Hugging Face names itself."""
     backend: Literal["auto", "mpi"] = "auto"
     """With `parallel`: the library that carries tensors between processes. "auto" is NCCL on GPUs and Gloo on CPUs."""
-    _idle: list[training.Trainee] = field(default_factory=list[training.Trainee], init=False, repr=False)
+    _idle: training.IdleTrainees = field(default_factory=training.IdleTrainees, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         training.as_dataset(self.data)  # mistakes are reported here, not in the first round
@@ -112,8 +112,10 @@ class TorchTrainer:
         """
         options, make_optimizer = self._options(task)
         private.check_training(options, self.private)
-        with self._choose_strategy(task, options) as strategy:
-            trainee, examples = strategy.make_on_all(lambda: self._build_trainee(task, strategy, options))
+        with (
+            self._choose_strategy(task, options) as strategy,
+            self._open(task, strategy, options.precision) as (trainee, examples),
+        ):
             seed = int(np.random.SeedSequence([self.seed, task.round, task.attempt]).generate_state(1)[0])
             work = training.LocalTraining(
                 examples=examples,
@@ -127,7 +129,6 @@ class TorchTrainer:
                 ledger=private.TaskLedger(task, self.private),
             )
             metrics = training.train(trainee, strategy.parameters, work)
-            self._keep(trainee)
             return strategy.make_result(len(examples), metrics)
 
     def evaluate(self, task: Task) -> EvaluateResult:
@@ -138,15 +139,16 @@ class TorchTrainer:
             raise ValueError(f"config.batch_size = {size!r}: expected a whole number of at least 0")
         group = self._find_group()
         if group is not None and isinstance(self.parallel, Parallel):
-            with self._open_layout(group, self.parallel, task, evaluates=True) as strategy:
-                trainee, examples = strategy.make_on_all(lambda: self._build_trainee(task, strategy))
+            with (
+                self._open_layout(group, self.parallel, task, evaluates=True) as strategy,
+                self._open(task, strategy) as (trainee, examples),
+            ):
                 metrics = strategy.evaluate(trainee, examples, size, task.progress)
             return EvaluateResult(num_examples=len(examples), metrics=metrics)
-        trainee, examples = self._build_trainee(task, SingleProcess(self._device(), task))
-        metrics = training.evaluate(
-            trainee, task.parameters, examples, size, client_state=task.client_state, after_batch=task.progress
-        )
-        self._keep(trainee)
+        with self._open(task, SingleProcess(training.choose_device(self.device), task)) as (trainee, examples):
+            metrics = training.evaluate(
+                trainee, task.parameters, examples, size, client_state=task.client_state, after_batch=task.progress
+            )
         return EvaluateResult(num_examples=len(examples), metrics=metrics)
 
     def _options(self, task: Task) -> tuple[training.LocalOptions, training.MakeOptimizer | None]:
@@ -161,7 +163,7 @@ class TorchTrainer:
     def _choose_strategy(self, task: Task, options: training.LocalOptions) -> AbstractContextManager[TrainingStrategy]:
         group = self._find_group()
         if group is None:
-            return nullcontext(SingleProcess(self._device(), task))
+            return nullcontext(SingleProcess(training.choose_device(self.device), task))
         if options.is_private:
             raise ValueError(
                 f'config.dp = "{options.dp}": training in several processes cannot protect single examples; expected '
@@ -208,27 +210,23 @@ class TorchTrainer:
 
         return distributed.find_group(self._backend)
 
-    def _device(self) -> torch.device:
-        automatic = "cuda" if torch.cuda.is_available() else "cpu"
-        return torch.device(automatic if self.device == "auto" else self.device)
+    @contextmanager
+    def _open(
+        self, task: Task, strategy: TrainingStrategy, precision: Precision = "fp32"
+    ) -> Generator[tuple[training.Trainee, training.Examples]]:
+        """Give the block a module that no other task uses, and the examples."""
+        base_sha256 = str(task.config.get("base_sha256", ""))
+        with ExitStack() as borrowed:
 
-    def _build_trainee(
-        self, task: Task, strategy: TrainingStrategy, options: training.LocalOptions | None = None
-    ) -> tuple[training.Trainee, training.Examples]:
-        try:
-            trainee = self._idle.pop()
-        except IndexError:
-            precision = "fp32" if options is None else options.precision
-            trainee = strategy.make_trainee(self._learner, self.seed, precision)
-        training.check_base(trainee.base, str(task.config.get("base_sha256", "")), is_required=True)
-        examples = self._examples(task, strategy.device)
-        strategy.check(trainee, len(examples))
-        return trainee, examples
+            def make() -> tuple[training.Trainee, training.Examples]:
+                trainee = borrowed.enter_context(
+                    self._idle.borrow(lambda: strategy.make_trainee(self._learner, self.seed, precision), base_sha256)
+                )
+                examples = self._examples(task, strategy.device)
+                strategy.check(trainee, len(examples))
+                return trainee, examples
 
-    def _keep(self, trainee: training.Trainee) -> None:
-        """Keep a module with a base for the next task; one whose task has failed is made anew."""
-        if trainee.base is not None:
-            self._idle.append(trainee)
+            yield strategy.make_on_all(make)
 
     @property
     def _learner(self) -> training.Learner:

@@ -22,11 +22,13 @@ from fedplat.pytorch.training.examples import (
 )
 from fedplat.pytorch.training.frozen_base import FrozenBase, check_base, explain_missing_base
 from fedplat.pytorch.training.gradients import GradientComputation, LocalTraining, SingleProcessGradients
+from fedplat.pytorch.training.idle_trainees import IdleTrainees
 from fedplat.pytorch.training.learner import (
     BATCH_NORM,
     Learner,
     Share,
     Trainee,
+    choose_device,
     forward_features,
     read_targets,
     use_seed,
@@ -43,6 +45,7 @@ __all__ = [
     "Examples",
     "FrozenBase",
     "GradientComputation",
+    "IdleTrainees",
     "Indices",
     "Learner",
     "LocalOptions",
@@ -62,6 +65,7 @@ __all__ = [
     "build_guarded_algorithm",
     "check_base",
     "check_examples",
+    "choose_device",
     "evaluate",
     "evaluate_batches",
     "explain_missing_base",

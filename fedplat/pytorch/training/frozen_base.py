@@ -78,17 +78,26 @@ class FrozenBase:
                 f"{len(self._shapes)} tensors that are trained"
             )
 
+    @property
+    def has_changed(self) -> bool:
+        """True if a tensor has changed since the base was made."""
+        return bool(self._find_changed())
+
     def check_unchanged(self) -> None:
         """Raise `ModelError` if a tensor has changed since the base was made."""
-        state = self._module.state_dict()  # its tensors have the version of those of the module
-        changed = [name for name, version in self._versions.items() if state[name]._version != version]
-        # Buffers are small, and some are replaced, or changed and restored.
-        changed += [name for name, value in self._buffers.items() if not torch.equal(_bytes_of(state[name]), value)]
-        if changed:
+        if changed := self._find_changed():
             raise errors.ModelError(
                 f"the tensor {min(changed)!r} changed in the training, although it is not trained, and the job's model "
                 'does not have it; expected share = "all", or a module that leaves it as it is'
             )
+
+    def _find_changed(self) -> list[str]:
+        state = self._module.state_dict()  # its tensors have the version of those of the module
+        changed = [name for name, version in self._versions.items() if state[name]._version != version]
+        # Buffers are small, and some are replaced, or changed and restored.
+        return changed + [
+            name for name, value in self._buffers.items() if not torch.equal(_bytes_of(state[name]), value)
+        ]
 
 
 def check_base(base: FrozenBase | None, expected: str, *, is_required: bool = False) -> None:
@@ -110,10 +119,10 @@ def check_base(base: FrozenBase | None, expected: str, *, is_required: bool = Fa
 
 
 def explain_missing_base(sha256: str) -> str:
-    """Return why a client with a base refuses a job that states none."""
+    """Return why a participant with a base refuses a job that states none."""
     return (
-        "the job does not state the base that its model is for; expected base_sha256 in its [config]. That of this "
-        f'client is "{sha256}"'
+        "the job does not state the base that its model is for; expected base_sha256 in its [config]. The "
+        f"one here has the SHA-256 {sha256}"
     )
 
 

@@ -97,7 +97,8 @@ class Load:
             value = config.get(key, default)
             return float(value) if isinstance(value, int | float) else default
 
-        steps = int(number("tau", 0)) if config.get("algorithm") == "easgd" else 0
+        tau = number("tau", 0) if config.get("algorithm") == "easgd" else 0
+        steps = int(tau or number("max_steps", 0))
         step_size = int(number("batch_size", 0) * number("accumulate", 1))
         return cls(number("epochs", 1), config.get("partial_work") is True, steps, step_size)
 

@@ -14,7 +14,16 @@ from typing_extensions import override
 from fedplat import client_state, errors
 from fedplat.client_state import ClientState
 from fedplat.model import Bytes, Parameters, Schema
-from fedplat.pytorch.training import Learner, LocalOptions, LocalTraining, Trainee, check_base, evaluate, train
+from fedplat.pytorch.training import (
+    Learner,
+    LocalOptions,
+    LocalTraining,
+    Trainee,
+    check_base,
+    choose_device,
+    evaluate,
+    train,
+)
 from fedplat.pytorch.vectorized import batched, layout, trainer
 from fedplat.pytorch.vectorized.batched import PartExamples
 from fedplat.simulation.data.federation import Array, Part
@@ -203,7 +212,7 @@ class VmapEngine(InProcessEngine):
     def __init__(self, task: ClientTraining, device: str | None = None) -> None:
         super().__init__()
         self._federation = task.federation
-        self._trainer = InProcessTrainer(task, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._trainer = InProcessTrainer(task, choose_device(device or "auto").type)
         try:
             self._cohort_trainer = batched.CohortTrainer(self._trainer.trainee, task.options)
         except layout.UnsuitableError as exc:

@@ -39,6 +39,20 @@ def test_accumulated_batches_are_one_step() -> None:
     assert [step.tolist() for step in plan.steps()] == [step.tolist() for step in larger.steps()]
 
 
+@pytest.mark.parametrize(("num_steps", "expected"), [(2, [4, 4]), (5, [4, 4, 2, 4, 4]), (6, [4, 4, 2, 4, 4, 2])])
+def test_a_number_of_steps_is_a_part_of_an_epoch_or_several(num_steps: int, expected: list[int]) -> None:
+    plan, whole = make_plan(10, max_steps=num_steps), make_plan(10, epochs=2)
+    assert sizes(plan) == expected
+    assert plan.num_steps == num_steps
+    assert [step.tolist() for step in plan.steps()] == [step.tolist() for step in whole.steps()][:num_steps]
+    assert make_plan(10, max_steps=num_steps, fraction=0.5).num_steps == max(1, num_steps // 2)
+
+
+def test_steps_and_epochs_are_not_both_stated() -> None:
+    with pytest.raises(ValueError, match=r"max_steps = 5: .* expected epochs = 1 with max_steps, or max_steps = 0"):
+        make_plan(10, max_steps=5, epochs=2)
+
+
 @pytest.mark.parametrize(("num_examples", "expected"), [(9, [4, 4]), (10, [4, 4, 2]), (1, [1]), (5, [4])])
 def test_a_single_example_at_the_end_is_left_out(num_examples: int, expected: list[int]) -> None:
     plan = make_plan(num_examples, smallest=2)

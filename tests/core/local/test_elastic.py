@@ -224,6 +224,7 @@ def test_stable_settings_stay_bounded() -> None:
         ({"rho": 21.0}, r"config.rho = 21: .* would move 1.05 of its way to the centre, .* expected at most 20"),
         ({"rho": 0.0}, r"config.rho"),
         ({"tau": 3, "epochs": 2}, r"config.tau = 3: .* expected epochs = 1 with tau, or tau = 0"),
+        ({"tau": 3, "max_steps": 3}, r"config.tau = 3: expected either it or max_steps = 3"),
         ({"tau": -1}, r"config.tau"),
         ({"optimizer": "adamw", "momentum": 0.9}, r'config.momentum = 0.9: expected 0 with optimizer = "adamw"'),
         ({"optimizer": "adam"}, r"config.optimizer"),
