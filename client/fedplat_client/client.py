@@ -27,7 +27,7 @@ from fedplat_client._state.privacy_ledger import PrivacyLedger
 from fedplat_client._state.two_phase import ClientStateStore, Residuals, ServedAttempts
 from fedplat_client._work import heartbeat, process_group, training, transfer, work
 from fedplat_client._work.peers.port import PeerPort
-from fedplat_client.backoff import Backoff, draw_s, is_cut
+from fedplat_client.backoff import Backoff, PollTime, draw_s, is_cut
 from fedplat_client.http_channel import HttpChannel
 from fedplat_client.options import ClientOptions
 from fedplat_client.task import EvaluateFunction, TrainFunction
@@ -87,6 +87,7 @@ class Client:
         self._labels = _validate_labels(labels or {})
         self._directory = data_directory.DataDirectory(_resolve_data_dir(data_dir), server, population)
         self._options = options or ClientOptions()
+        self._poll_time = PollTime(self._options.check_in_wait_s)
         self._plugins = load_plugins(plugins or {}, CLIENT_KINDS)
         self._trainers: dict[str, TrainFunction] = {}
         self._evaluators: dict[str, EvaluateFunction] = {}
@@ -209,7 +210,13 @@ class Client:
         """Return an assignment, or the refusal."""
         session.enroll()
         prepare()
-        reply = session.check_in(self._options.check_in_wait_s)
+        began = self._options.clock()
+        try:
+            reply = session.check_in(self._poll_time.wait_s)
+        except errors.CallError as exc:
+            self._poll_time.note_failure(exc, self._options.clock() - began)
+            raise
+        self._poll_time.note_answer()
         return reply.assignment if reply.HasField("assignment") else _read_refusal(reply)
 
     def _next_check_in(self, session: ClientSession, *, is_last: bool) -> fleet_pb2.CheckInRequest | None:

@@ -166,7 +166,7 @@ def translate_error(exc: grpc.RpcError) -> errors.CallError:
     error_code = {entry.key: entry.value for entry in exc.trailing_metadata() or ()}.get(auth.METADATA_CODE)
     if (error_type := _BY_CODE.get(str(error_code))) is not None:
         return error_type(status.name, text, _retry_window(exc))
-    if status is grpc.StatusCode.UNAVAILABLE and error_code is None:
+    if error_code is None and (status is grpc.StatusCode.UNAVAILABLE or proxies.is_cut(text)):
         return errors.UnreachableError(status.name, text, _retry_window(exc))
     if status in _TRY_LATER:
         return errors.ServerUnavailableError(status.name, text, _retry_window(exc))
