@@ -38,6 +38,10 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", TrainFunction, EvaluateFunction)
 _NEXT_WAIT_S = 5.0
 """The longest time for which the answer to a report may wait for the next assignment; servers wait shorter."""
+_NO_HTTP_ADDRESS = (
+    "; the ticket has no address for HTTP/1.1: start the server with --http-listen and --http-address, and use one of "
+    "its new tickets"
+)
 _logger = logging.getLogger(__name__)
 
 
@@ -225,10 +229,10 @@ class Client:
             return None
         return session.make_check_in(min(self._options.check_in_wait_s, _NEXT_WAIT_S))
 
-    def _log_session(self, client_id: str) -> None:
+    def _log_session(self, address: str, client_id: str) -> None:
         offers = ", ".join(sorted(self._trainers.keys() | self._evaluators.keys()))
         text = "The client is connected to %s as %s of the population %s, offers %s and waits for work."
-        _logger.info(text, self._server, client_id, self._population, offers, extra={"client": client_id})
+        _logger.info(text, address, client_id, self._population, offers, extra={"client": client_id})
 
     def _log_failure(self, exc: errors.CallError, session: ClientSession, lasted_s: float, retry_s: float) -> None:
         fields = {**self._fields, "retry_s": round(retry_s, 3)}
@@ -242,9 +246,11 @@ class Client:
         with self._directory.lock(), cancellation.on_signals(self._stop_on_signal), contextlib.ExitStack() as stack:
             identity = self._directory.load_identity(self._ticket)
             key = self._directory.load_signing_key(identity)
-            connect = functools.partial(self._connect, identity)
+            route = self._route(identity)
+            connect = functools.partial(self._connect, route)
             channel = stack.enter_context(connect())
-            signed = authenticator.SignedAccess(channel, key, self._options.call_timeout_s, self._log_session)
+            on_session = functools.partial(self._log_session, route.server)
+            signed = authenticator.SignedAccess(channel, key, self._options.call_timeout_s, on_session)
             access = stack.enter_context(self._certificates(signed, identity)) if self._options.mtls else signed
             http = channel if isinstance(channel, HttpChannel) else None
             # A certificate has one connection, which is renewed with it; closing a channel of HTTP ends no call.
@@ -255,7 +261,7 @@ class Client:
             parts = self._open_parts(connection, key)
             halves = registry.make_halves(open_silos)
             worker = work.AssignmentWorker(parts, lambda each: halves[registry.name_of(each)])
-            endpoints = Endpoints(signed, connection)
+            endpoints = Endpoints(signed, connection, route)
             session = ClientSession(endpoints, self._directory, identity, self._description(), self._stop)
             is_silo = self._options.takes_exchanges or self._directory.silos.exists()
             unfinished = open_silos().find_unfinished() if is_silo else []
@@ -271,13 +277,17 @@ class Client:
 
             yield session, prepare, worker
 
-    def _connect(self, identity: data_directory.Identity) -> transport.Channel:
+    def _route(self, identity: data_directory.Identity) -> transport.Route:
         options = self._options
-        ca = identity.ca + options.read_authorities()
+        address, hint = self._server, ""
         if options.transport == "http":
-            address = identity.http or self._server
-            return transport.connect_http(address, tls=identity.tls, ca=ca, proxy=options.proxy)
-        return transport.connect(self._server, tls=identity.tls, ca=ca, proxy=options.proxy)
+            address = identity.http or address
+            hint = _NO_HTTP_ADDRESS * (not identity.http)
+        return transport.Route(address, identity.tls, identity.ca + options.read_authorities(), options.proxy, hint)
+
+    def _connect(self, route: transport.Route) -> transport.Channel:
+        connect = transport.connect_http if self._options.transport == "http" else transport.connect
+        return connect(route.server, tls=route.tls, ca=route.ca, proxy=route.proxy)
 
     def _open_parts(self, connection: authenticator.Connection, key: SigningKey) -> work.ClientParts:
         directory, options = self._directory, self._options
@@ -331,7 +341,6 @@ class Client:
             evaluators=sorted(self._evaluators),
             features=features,
             plugins=self._plugins,
-            proxy=self._options.proxy,
         )
 
     def _certificates(self, signed: authenticator.SignedAccess, identity: data_directory.Identity) -> CertificateAccess:

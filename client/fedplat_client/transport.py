@@ -70,6 +70,18 @@ Channel: TypeAlias = grpc.Channel | http_channel.HttpChannel
 TRANSPORTS = ("grpc", "http")
 
 
+@dataclass(frozen=True)
+class Route:
+    """The way to a server: its `host:port`, the authorities to trust (PEM), and the proxy, as for `connect`."""
+
+    server: str
+    tls: bool
+    ca: str
+    proxy: str = ""
+    hint: str = ""
+    """What to check if something else answers there."""
+
+
 def connect_http(server: str, *, tls: bool = False, ca: str = "", proxy: str = "") -> http_channel.HttpChannel:
     """Open a channel of HTTP/1.1 to `host:port`. `proxy`: its URL, or "none"; by default that of the environment."""
     context = http_channel.make_context(ca) if tls else None

@@ -149,6 +149,8 @@ def shorten(details: str) -> str:
         return "the host name is not known"
     if details in ("Cancelling all calls", "Socket closed", "CANCELLED") or is_cut(details):
         return "the connection was closed"
+    if "selected ALPN" in details:
+        return "what answers there does not speak gRPC: it may be a proxy, or the server's port of HTTP/1.1"
     if (explained := explain_status(details)) != details:
         return explained
     return _CAUSE.sub("", details)

@@ -172,6 +172,10 @@ def dev(  # noqa: PLR0913 -- one parameter for each option of the command line
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Address to listen on, on loopback.")
     ] = options.DEFAULT_LISTEN,
+    http_listen: Annotated[
+        str,
+        typer.Option(metavar="HOST:PORT", help="Address for HTTP/1.1 as well, on loopback. Default: disabled."),
+    ] = "",
     data_dir: options.DataDir = options.DEFAULT_DATA_DIR,
     population: Annotated[str, typer.Option(metavar="NAME", help="Population of the ticket's clients.")] = "demo",
     profile_path: Annotated[
@@ -197,21 +201,21 @@ def dev(  # noqa: PLR0913 -- one parameter for each option of the command line
     Writes the operator's profile, and prints the commands to continue with. Ctrl-C stops the server; the next start
     continues with everything in the data folder.
     """
-    _check(listen, population)
+    served = DevAddresses(listen, http_listen)
+    _check(served, population)
     if dashboard:
         options.parse_host(dashboard, "--dashboard")
     with data_folder.lock_data_dir(data_dir.resolve(), shared=False):
-        PortReservation(listen, "--listen", shared=False).release()
+        for option, address in served.of_options().items():
+            PortReservation(address, option, shared=False).release()
         url = options.database_url(data_dir, None, is_new=True)
         options.protect(data_dir, url)
         folder = PkiFolder.of(data_dir.resolve())
         make_certificates(folder, ["localhost"], url)
         make_operator(data_dir / "admin.toml", url, listen, folder)
-        http = _find_http_address(listen)
         operate = _install_profile(
             profile_path or profile.default_path(), data_dir.resolve() / "admin.toml", url, listen
         )
-        served = DevAddresses(listen, http)
         ticket = _make_ticket(data_dir.resolve() / f"{population}.ticket", url, served, population, folder)
     print(flush=True)
     with contextlib.ExitStack() as stack:
@@ -231,16 +235,9 @@ class DevAddresses(NamedTuple):
     listen: str
     http: str
 
-
-def _find_http_address(listen: str) -> str:
-    """Return the address of the next port, for HTTP/1.1; empty if another program has that."""
-    host, _, port = listen.rpartition(":")
-    address = f"{host}:{int(port) + 1}"
-    try:
-        PortReservation(address, "--http-listen", shared=False).release()
-    except (ConfigError, OverflowError):
-        return ""
-    return address
+    def of_options(self) -> dict[str, str]:
+        """Return the addresses by the options that set them."""
+        return {"--listen": self.listen} | ({"--http-listen": self.http} if self.http else {})
 
 
 def make_config(served: DevAddresses, data_dir: Path, url: str) -> config.ServerConfig:
@@ -257,17 +254,20 @@ def make_config(served: DevAddresses, data_dir: Path, url: str) -> config.Server
     )
 
 
-def _check(listen: str, population: str) -> None:
-    host = options.parse_host(listen, "--listen")
-    if host.strip("[]") not in LOOPBACK:
-        raise ConfigError(
-            f"--listen {listen}: this server listens on loopback only, at 127.0.0.1, [::1] or localhost. For clients "
-            "on other machines use fedplat-server init --host NAME, and fedplat-server run"
-        )
-    if not auth.is_address(listen):
-        raise ConfigError(
-            f"--listen {listen}: expected a port from 1 to 65535, because profiles and tickets contain the address"
-        )
+def _check(served: DevAddresses, population: str) -> None:
+    for option, address in served.of_options().items():
+        host = options.parse_host(address, option)
+        if host.strip("[]") not in LOOPBACK:
+            raise ConfigError(
+                f"{option} {address}: this server listens on loopback only, at 127.0.0.1, [::1] or localhost. For "
+                "clients on other machines use fedplat-server init --host NAME, and fedplat-server run"
+            )
+        if not auth.is_address(address):
+            raise ConfigError(
+                f"{option} {address}: expected a port from 1 to 65535, because profiles and tickets contain the address"
+            )
+    if served.http == served.listen:
+        raise ConfigError(f"--http-listen {served.http}: that is the address of --listen; expected another port")
     if not validation.is_name(population):
         raise ConfigError(f"--population {population[:80]!r}: expected 1 to 63 letters, digits or _.-")
 
