@@ -277,15 +277,17 @@ class Client:
 
             yield session, prepare, worker
 
-    def _route(self, identity: data_directory.Identity) -> transport.Route:
+    def _route(self, identity: data_directory.Identity) -> transport.ServerRoute:
         options = self._options
         address, hint = self._server, ""
         if options.transport == "http":
             address = identity.http or address
             hint = _NO_HTTP_ADDRESS * (not identity.http)
-        return transport.Route(address, identity.tls, identity.ca + options.read_authorities(), options.proxy, hint)
+        return transport.ServerRoute(
+            address, identity.tls, identity.ca + options.read_authorities(), options.proxy, hint
+        )
 
-    def _connect(self, route: transport.Route) -> transport.Channel:
+    def _connect(self, route: transport.ServerRoute) -> transport.Channel:
         connect = transport.connect_http if self._options.transport == "http" else transport.connect
         return connect(route.server, tls=route.tls, ca=route.ca, proxy=route.proxy)
 

@@ -71,7 +71,7 @@ TRANSPORTS = ("grpc", "http")
 
 
 @dataclass(frozen=True)
-class Route:
+class ServerRoute:
     """The way to a server: its `host:port`, the authorities to trust (PEM), and the proxy, as for `connect`."""
 
     server: str

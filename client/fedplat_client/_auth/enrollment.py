@@ -49,7 +49,7 @@ class Endpoints:
 
     access: authenticator.SignedAccess
     connection: authenticator.Connection
-    route: transport.Route
+    route: transport.ServerRoute
 
 
 class ClientSession:
