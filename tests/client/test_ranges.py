@@ -61,7 +61,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranges, "WORTH_S", 0.0)
     monkeypatch.setattr(ranges, "FAST_BYTES_PER_S", float("inf"))
     monkeypatch.setattr(ranges, "RANGE_BYTES", RANGE)
-    monkeypatch.setattr(ranges, "MAX_AHEAD_BYTES", 3 * RANGE)
+    monkeypatch.setattr(ranges, "MAX_AHEAD_BYTES", 8 * RANGE)  # enough for four at a time, in any order
 
 
 def ranges_of(fleet: FakeFleet, size: int) -> list[tuple[int, int]]:
