@@ -76,18 +76,19 @@ def serve(
     options: Sequence[str] = (),
     port: int | None = None,
     counted: bool = False,
+    host: str = "127.0.0.1",
 ) -> Generator[Deployment]:
-    """Start a server with more `options`; end it and its other processes afterwards.
+    """Start a server with more `options` at an address of this machine; end it and its other processes afterwards.
 
     A folder that a server has used before needs its `port`. If `counted`, it runs in `metered.py`, with the counts in
     `server.counts`. Raises `FailedError` if it does not start.
     """
     port = port or free_port()
-    address = f"127.0.0.1:{port}"
+    address = f"{host}:{port}"
     server = BIN / "fedplat-server"
     folder.mkdir(parents=True, exist_ok=True)
     with Processes(folder, {**os.environ, **ENVIRONMENT}) as processes:
-        init = [server, "init", "--data-dir", folder, "--host", "127.0.0.1", "--port", str(port)]
+        init = [server, "init", "--data-dir", folder, "--host", host, "--port", str(port)]
         if not processes.run(init, START_S):
             raise FailedError(f"the server could not be set up: {(folder / 'commands.log').read_text()[-600:]}")
         run = [

@@ -16,6 +16,7 @@ import hashlib
 import io
 import mmap
 import os
+import stat
 import struct
 import sys
 import threading
@@ -31,6 +32,7 @@ from fedplat_client import commands
 
 NAMES = (
     "syncs",
+    "update syncs",
     "unlinks",
     "renames",
     "hashed",
@@ -41,9 +43,10 @@ NAMES = (
     "peak",
     "hand-overs",
 )
-"""The counts: calls of fsync and fdatasync by Python; removed and renamed files; bytes hashed; bytes read from the
-files of updates; transactions that write, those of them that changed nothing, the syncs of the others; the most memory
-of Python and NumPy in bytes; and calls that were handed over to a thread."""
+"""The counts: calls of fsync and fdatasync by Python, those of them for files of updates; removed and renamed files;
+bytes hashed; bytes read from the files of updates, or mapped; transactions that write, those of them that changed
+nothing, the syncs of the others; the most memory of Python and NumPy in bytes; and calls that were handed over to a
+thread."""
 _UPDATES = ("/uploads/", "/segments/", "/memfd:", "/proc/self/fd/")
 """What the path of a file of an update contains, in the folder of a server or in memory."""
 _CALLS = {"syncs": ("fsync", "fdatasync"), "unlinks": ("unlink", "remove"), "renames": ("rename", "replace")}
@@ -78,6 +81,13 @@ def read_counts(path: Path) -> dict[str, int]:
     return dict(zip(NAMES, _RECORD.unpack(path.read_bytes()), strict=True))
 
 
+def _is_of_update(file: Any) -> bool:
+    """Return whether a file or a descriptor is a regular file of an update."""
+    descriptor = file if isinstance(file, int) else file.fileno()
+    path = os.readlink(f"/proc/self/fd/{descriptor}")
+    return any(part in path for part in _UPDATES) and stat.S_ISREG(os.fstat(descriptor).st_mode)
+
+
 def count_calls(counts: Counts) -> None:
     """Count the calls of functions of `os`."""
 
@@ -85,6 +95,8 @@ def count_calls(counts: Counts) -> None:
         @functools.wraps(call)
         def counted(*arguments: Any, **options: Any) -> Any:
             counts.add(name)
+            if name == "syncs" and _is_of_update(arguments[0]):
+                counts.add("update syncs")
             return call(*arguments, **options)
 
         return counted
@@ -152,12 +164,24 @@ def count_reads(counts: Counts) -> None:
 
     def counted_preadv(descriptor: int, *arguments: Any) -> int:
         size = real_preadv(descriptor, *arguments)
-        if any(part in os.readlink(f"/proc/self/fd/{descriptor}") for part in _UPDATES):
+        if _is_of_update(descriptor):
             counts.add("read back", size)
         return size
 
     io.open = builtins.open = counted_open  # pyright: ignore[reportAttributeAccessIssue]
     os.preadv = counted_preadv  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def count_maps(counts: Counts) -> None:
+    """Count the bytes of files of updates that are mapped, as if they were read."""
+
+    class Map(mmap.mmap):
+        def __new__(cls, descriptor: int, length: int, *arguments: Any, **options: Any) -> Map:
+            if descriptor >= 0 and _is_of_update(descriptor):
+                counts.add("read back", length or os.stat(descriptor).st_size)
+            return super().__new__(cls, descriptor, length, *arguments, **options)
+
+    mmap.mmap = Map  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def count_hand_overs(counts: Counts) -> None:
@@ -208,6 +232,7 @@ def main(path: Path, program: str, *arguments: str) -> None:
     count_hand_overs(counts)
     if program == "fedplat-server":
         count_reads(counts)
+        count_maps(counts)
         count_transactions(counts)
     else:
         assert commands  # its modules are there already, and no memory of a round

@@ -50,8 +50,9 @@ Costs = dict[str, float]
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Rounds of a model with some clients, in a long and a short job."""
+    """Rounds of a model with some clients, in a long and a short job. Its name is that in `WORKS` and `BOUNDS`."""
 
+    name: str
     model: str
     clients: int
     rounds: int
@@ -61,11 +62,6 @@ class Work:
 
     def __str__(self) -> str:
         return f"{self.model} x {self.clients}"
-
-    @property
-    def name(self) -> str:
-        """The name of the work, in `WORKS` and `BOUNDS`."""
-        return "cohort" if self.is_cohort else self.model
 
     @property
     def size(self) -> int:
@@ -92,25 +88,51 @@ class Round:
 WORKS = {
     work.name: work
     for work in (
-        Work("4KB", 4, 120, 20),
-        Work("4KB", 1000, 4, 1, is_cohort=True),
-        Work("1MB", 10, 28, 4),
-        Work("100MB", 10, 4, 1),
+        Work("4KB", "4KB", 4, 120, 20),
+        Work("cohort", "4KB", 1000, 4, 1, is_cohort=True),
+        Work("1MB-alone", "1MB", 1, 28, 4),
+        Work("1MB", "1MB", 10, 28, 4),
+        Work("100MB-alone", "100MB", 1, 4, 1),
+        Work("100MB", "100MB", 10, 4, 1),
     )
 }
 SMALL_BYTES = 10**5
 """Up to this size, CPU is in milliseconds for each round, above it in seconds for each GB."""
 PASSES = ("hashed", "read", "written")
+_LARGE = {
+    "update syncs": 1.05,
+    "server hashed": 1.25,
+    "server read": 1.4,
+    "server read back": 1.1,
+    "client hashed": 2.2,
+    "client peak": 0.5,
+}
 BOUNDS: Mapping[str, Mapping[str, float]] = {
     "4KB": {
+        "update syncs": 0.1,
         "server syncs": 3.5,
         "server transactions": 3.5,
         "empty transactions": 0.1,
         "unlinks": 0.5,
         "hand-overs": 4.0,
     },
-    "cohort": {"server syncs": 30.0, "server transactions": 30.0, "empty transactions": 1.0, "hand-overs": 0.3},
+    "cohort": {
+        "update syncs": 0.01,
+        "server syncs": 30.0,
+        "server transactions": 30.0,
+        "empty transactions": 1.0,
+        "hand-overs": 0.3,
+    },
+    "1MB-alone": {
+        "update syncs": 1.05,
+        "server syncs": 6.5,
+        "server transactions": 2.5,
+        "server hashed": 3.2,
+        "server read": 3.2,
+        "server read back": 1.1,
+    },
     "1MB": {
+        "update syncs": 1.05,
         "server syncs": 10.0,
         "server transactions": 7.0,
         "server hashed": 1.25,
@@ -119,17 +141,13 @@ BOUNDS: Mapping[str, Mapping[str, float]] = {
         "client hashed": 2.2,
         "client peak": 4.0,
     },
-    "100MB": {
-        "server hashed": 1.25,
-        "server read": 1.4,
-        "server read back": 1.1,
-        "client hashed": 2.2,
-        "client peak": 0.5,
-    },
+    "100MB-alone": _LARGE | {"server hashed": 3.2, "server read": 3.4},
+    "100MB": _LARGE,
 }
-"""The most that a round may cost, by the names of `counts_of`. The server hashes an update once, and a new version
-twice if it has BLAKE3; it reads an update back once, to fold it. A `client peak` of 0.5 leaves room for no full-size
-copy of a large model or update; a client's Python alone needs a few MB, more than a model of 1 MB."""
+"""The most that a round may cost, by the names of `counts_of`. The server syncs the file of an update once, or less
+often if others arrive with it, so a client that is alone shows a second sync of a report. It hashes an update once, and
+a new version twice if it has BLAKE3; it reads an update back once, to fold it. A `client peak` of 0.5 leaves room for
+no full-size copy of a large model or update; a client's Python alone needs a few MB, more than a model of 1 MB."""
 _console = Console(stderr=True, soft_wrap=True)
 
 
@@ -250,12 +268,13 @@ def of_process(process: psutil.Process) -> Costs:
 def counts_of(work: Work, found: Round) -> Costs:
     """Return counts of a round by name.
 
-    Hand-overs to threads are those of the server for one client. Bytes are those of one client, or at the server for
-    one client, in multiples of the model; so is `client peak`.
+    Hand-overs to threads, and syncs of files of updates, are those of the server for one client. Bytes are those of one
+    client, or at the server for one client, in multiples of the model; so is `client peak`.
     """
     server, updates = found.server, work.clients * work.size
     of_client = {} if work.is_cohort else _counts_of_clients(work, found)
     return {
+        "update syncs": server["update syncs"] / work.clients,
         "server syncs": server["syncs"] + server["database syncs"],
         "server transactions": server["writes"],
         "empty transactions": server["empty writes"],
@@ -368,9 +387,10 @@ def counts_report(counts: Mapping[Work, Mapping[str, float]]) -> Report:
         columns=("count", *map(str, counts)),
         rows=tuple((name, *(found.get(name) for found in counts.values())) for name in names),
         notes=(
-            "Counts of a whole round; hand-overs to threads at the server for one client. Bytes hashed, read and "
-            "written in files, of one client, and at the server for one client, in multiples of the model; server read "
-            "back: of files of updates alone; client peak: the memory of Python and NumPy, likewise.",
+            "Counts of a whole round; hand-overs to threads at the server, and update syncs, of files of updates, for "
+            "one client. Bytes hashed, read and written in files, of one client, and at the server for one client, in "
+            "multiples of the model; server read back: of files of updates alone; client peak: the memory of Python "
+            "and NumPy, likewise.",
         ),
     )
 

@@ -84,11 +84,22 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """Where servers listen, and the command that starts a client's process if it is in another network."""
+
+    host: str = "127.0.0.1"
+    enter: tuple[str, ...] = ()
+
+
+LOOPBACK = Network()
+
+
 @contextlib.contextmanager
-def ends(role: str, arguments: Sequence[Sequence[object]]) -> Generator[list[End]]:
-    """Run processes of one role."""
+def ends(role: str, arguments: Sequence[Sequence[object]], enter: Sequence[str] = ()) -> Generator[list[End]]:
+    """Run processes of one role, by the command `enter`."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "ERROR"}
-    program = [sys.executable, str(HERE / "transfer_ends.py"), role]
+    program = [*enter, sys.executable, str(HERE / "transfer_ends.py"), role]
     running: list[subprocess.Popen[str]] = []
     try:
         for each in arguments:
@@ -105,34 +116,38 @@ def ends(role: str, arguments: Sequence[Sequence[object]]) -> Generator[list[End
 
 
 @contextlib.contextmanager
-def sides(folder: Path, tls: bool, clients: int, size: int, chunk: int) -> Generator[list[Side]]:
-    """Start fedplat, raw gRPC and (without TLS) TCP, all of them ready."""
+def sides(
+    folder: Path, tls: bool, clients: int, size: int, chunk: int, network: Network = LOOPBACK
+) -> Generator[list[Side]]:
+    """Start fedplat, raw gRPC and (without TLS, or over a network) TCP, all of them ready."""
+    host, enter = network.host, network.enter
     with contextlib.ExitStack() as stack:
-        deployment = stack.enter_context(serve(folder, insecure=not tls))
+        deployment = stack.enter_context(serve(folder, insecure=not tls, host=host))
         pki = folder / "pki"
-        found = [Side("fedplat", deployment.server.pid, stack.enter_context(working(deployment, clients, size)))]
+        fedplat = stack.enter_context(working(deployment, clients, size, enter))
+        found = [Side("fedplat", deployment.server.pid, fedplat)]
         shown = [pki / "server.key", pki / "server.pem"] if tls else ["", ""]
-        (server,) = stack.enter_context(ends("raw-server", [[size, chunk, *shown]]))
-        raw = [[int(server.read()), size, chunk, pki / "ca.pem" if tls else ""]] * clients
-        found.append(Side("raw gRPC", server.process.pid, stack.enter_context(ready("raw-client", raw))))
-        if not tls:
-            (server,) = stack.enter_context(ends("tcp-server", [[size, chunk]]))
-            tcp = [[int(server.read()), size, chunk]]
-            found.append(Side("raw TCP", server.process.pid, stack.enter_context(ready("tcp-client", tcp))))
+        (server,) = stack.enter_context(ends("raw-server", [[host, size, chunk, *shown]]))
+        raw = [[f"{host}:{server.read()}", size, chunk, pki / "ca.pem" if tls else ""]] * clients
+        found.append(Side("raw gRPC", server.process.pid, stack.enter_context(ready("raw-client", raw, enter))))
+        if enter or not tls:
+            (server,) = stack.enter_context(ends("tcp-server", [[host, size, chunk]]))
+            tcp = [[host, int(server.read()), size, chunk]]
+            found.append(Side("raw TCP", server.process.pid, stack.enter_context(ready("tcp-client", tcp, enter))))
         yield found
 
 
 @contextlib.contextmanager
-def ready(role: str, arguments: Sequence[Sequence[object]]) -> Generator[list[End]]:
+def ready(role: str, arguments: Sequence[Sequence[object]], enter: Sequence[str] = ()) -> Generator[list[End]]:
     """Run processes, and wait until they are ready."""
-    with ends(role, arguments) as started:
+    with ends(role, arguments, enter) as started:
         for end in started:
             assert end.read() == "ready"
         yield started
 
 
 @contextlib.contextmanager
-def working(deployment: Deployment, clients: int, size: int) -> Generator[list[End]]:
+def working(deployment: Deployment, clients: int, size: int, enter: Sequence[str] = ()) -> Generator[list[End]]:
     """Run clients of fedplat, each with an assignment."""
     model = Parameters.from_arrays({"weight": np.zeros(size // 4, np.float32)})
     text = JOB.format(rounds=1, clients=clients)
@@ -142,7 +157,7 @@ def working(deployment: Deployment, clients: int, size: int) -> Generator[list[E
         ticket.write_text(enrollment.ticket)
         submission.submit(admin, submission.Submission(text, parse_job(text), model))
         folders = [deployment.folder / f"client-{index}" for index in range(clients)]
-        with ready("fedplat-client", [[ticket, folder] for folder in folders]) as started:
+        with ready("fedplat-client", [[ticket, folder] for folder in folders], enter) as started:
             yield started
 
 

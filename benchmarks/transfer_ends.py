@@ -6,6 +6,7 @@ A line names the direction. The answer is one line of JSON with the seconds and 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import socket
@@ -45,12 +46,12 @@ def pieces(size: int, chunk: int) -> list[bytes]:
     return [os.urandom(1) * min(chunk, size - start) for start in range(0, size, chunk)]
 
 
-def raw_server(size: int, chunk: int, key: str, certificate: str) -> None:
+def raw_server(host: str, size: int, chunk: int, key: str, certificate: str) -> None:
     """Run a server of `grpc.aio` that only sends and receives bytes."""
-    asyncio.run(_serve(size, chunk, key, certificate))
+    asyncio.run(_serve(host, size, chunk, key, certificate))
 
 
-async def _serve(size: int, chunk: int, key: str, certificate: str) -> None:
+async def _serve(host: str, size: int, chunk: int, key: str, certificate: str) -> None:
     model = pieces(size, chunk)
 
     async def down(request: bytes, context: object) -> AsyncIterator[bytes]:
@@ -70,21 +71,20 @@ async def _serve(size: int, chunk: int, key: str, certificate: str) -> None:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("raw", handlers),))
     if key:
         pair = (Path(key).read_bytes(), Path(certificate).read_bytes())
-        port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair]))
+        port = server.add_secure_port(f"{host}:0", grpc.ssl_server_credentials([pair]))
     else:
-        port = server.add_insecure_port("127.0.0.1:0")
+        port = server.add_insecure_port(f"{host}:0")
     await server.start()
     print(port, flush=True)
     await server.wait_for_termination()
 
 
-def raw_client(port: int, size: int, chunk: int, ca: str) -> None:
+def raw_client(address: str, size: int, chunk: int, ca: str) -> None:
     """Run a client of `raw_server`."""
-    asyncio.run(_call(port, size, chunk, ca))
+    asyncio.run(_call(address, size, chunk, ca))
 
 
-async def _call(port: int, size: int, chunk: int, ca: str) -> None:
-    address = f"127.0.0.1:{port}"
+async def _call(address: str, size: int, chunk: int, ca: str) -> None:
     if ca:
         channel = aio.secure_channel(address, grpc.ssl_channel_credentials(Path(ca).read_bytes()), options=_OPTIONS)
     else:
@@ -106,9 +106,9 @@ async def _call(port: int, size: int, chunk: int, ca: str) -> None:
     await asyncio.to_thread(answer, {"down": awaited(down), "up": awaited(up)})
 
 
-def tcp_server(size: int, chunk: int) -> None:
+def tcp_server(host: str, size: int, chunk: int) -> None:
     """Send and receive bytes over one plain TCP connection."""
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = socket.create_server((host, 0))
     print(listener.getsockname()[1], flush=True)
     connection, _ = listener.accept()
     data, into = bytes(size), bytearray(chunk)
@@ -120,9 +120,9 @@ def tcp_server(size: int, chunk: int) -> None:
             connection.sendall(b".")
 
 
-def tcp_client(port: int, size: int, chunk: int) -> None:
+def tcp_client(host: str, port: int, size: int, chunk: int) -> None:
     """Run the client of `tcp_server`."""
-    connection = socket.create_connection(("127.0.0.1", port))
+    connection = socket.create_connection((host, port))
     data, into = bytes(size), bytearray(chunk)
 
     def down() -> None:
@@ -149,9 +149,9 @@ def fedplat_client(ticket: str, folder: str) -> None:
     directory = DataDirectory(Path(folder), asked.server, asked.population)
     with directory.lock():
         known = directory.load_identity(asked)
-        channel = transport.connect(known.server, tls=known.tls, ca=known.ca)
-        access = SignedAccess(channel, directory.load_signing_key(known), 30.0)
-        connection, stop = Connection(access, 30.0), StopSignal()
+        connect = functools.partial(transport.connect, known.server, tls=known.tls, ca=known.ca)
+        access = SignedAccess(connect(), directory.load_signing_key(known), 30.0)
+        connection, stop = Connection(access, 30.0, connect), StopSignal()
         profile = ClientDescription(
             population=asked.population, labels={}, trainers=["noop"], evaluators=[], ticket=asked
         )
@@ -172,7 +172,7 @@ def _work(connection: Connection, models: Path, assignment: fleet_pb2.Assignment
         for path in models.iterdir():
             path.unlink()
         with cache.part(model.digest) as part:
-            transfer.download(connection, model, part, control)
+            transfer.download(connection, model, part, control, assignment.max_downloads)
             cache.admit(part, model.digest)
 
     down()

@@ -76,6 +76,14 @@ def write_all(descriptor: int, data: Bytes) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
+def write_at(descriptor: int, data: Bytes, position: int) -> None:
+    """Write all of the data at a position of a file, which was not opened to append."""
+    rest = memoryview(data).cast("B")
+    while rest:
+        count = os.pwrite(descriptor, rest, position)
+        rest, position = rest[count:], position + count
+
+
 def sync(path: Path) -> None:
     """Flush a file's bytes, or a folder's entries, to disk so that they survive a power failure.
 

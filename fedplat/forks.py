@@ -2,7 +2,8 @@
 
 A forked child, such as a worker of `multiprocessing.Pool` or of a `DataLoader`, inherits both. It would write its own
 SIGTERM into the pipe of its parent, which then stops, instead of ending; and it would hold its parent's locks after the
-parent has been killed.
+parent has been killed. It also inherits maps of files, which it may keep: the number of forks shows that there may be
+such children.
 """
 
 from __future__ import annotations
@@ -17,6 +18,15 @@ from typing import Any
 _handlers: dict[object, dict[int, Any]] = {}
 """The handlers that each open block has found, by number; in the order of the blocks."""
 _descriptors: dict[object, int] = {}
+_num_forks = 0
+
+
+def count() -> int:
+    """Return how often this process, and those that it was forked from, have begun to fork.
+
+    Programs that `subprocess` starts do not count: they share no memory.
+    """
+    return _num_forks
 
 
 @contextlib.contextmanager
@@ -64,6 +74,11 @@ def end_child(owner: int, exc: BaseException | None = None) -> None:
     os._exit(status)
 
 
+def _count() -> None:
+    global _num_forks
+    _num_forks += 1
+
+
 def _release() -> None:
     """Give up in a child what its parent keeps to itself."""
     if _handlers:
@@ -78,4 +93,4 @@ def _release() -> None:
     _descriptors.clear()
 
 
-os.register_at_fork(after_in_child=_release)
+os.register_at_fork(before=_count, after_in_child=_release)

@@ -7,6 +7,7 @@ contract of their own, `fedplat.pytorch.training`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeAlias, cast, runtime_checkable
 
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from fedplat.client_state import ClientState
 from fedplat.config.toml import format_value
 from fedplat.errors import DataError, JobFileError
 from fedplat.model import Parameters
@@ -57,6 +59,37 @@ class ArrayLearner(Protocol):
 
     def evaluate(self, parameters: Parameters, data: Data) -> Mapping[str, float]:
         """Score a model on examples, without a change; return metrics, such as `loss` and `accuracy`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """A round of one client: `number` counts from 1; `num_rounds` are those of the job, 0 if they are not known."""
+
+    number: int
+    num_rounds: int
+    seed: int
+    """Determines all randomness of the training."""
+    client_state: ClientState
+
+
+@runtime_checkable
+class StatefulLearner(ArrayLearner, Protocol):
+    """A learner whose clients keep something between rounds, or that weighs them by something else than examples."""
+
+    personal: tuple[str, ...]
+    """Names of tensors that are client state; a model without them can only be scored by a client."""
+
+    def train_round(
+        self, parameters: Parameters, data: Data, config: Config, this: Round
+    ) -> tuple[float, Mapping[str, float]]:
+        """Train the model in place, and write to the client state; return the client's weight, and metrics."""
+        ...
+
+    def score(
+        self, parameters: Parameters, data: Data, config: Config, client_state: ClientState
+    ) -> tuple[float, Mapping[str, float]]:
+        """Score a model with a client's state, without a change; return the client's weight, and metrics."""
         ...
 
 

@@ -54,6 +54,9 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Bound of the L2 norm of each example's gradient."""
     dp_delta: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.0
     """The δ at which clients report their ε."""
+    alternate: str = ""
+    """Groups of trained tensors that take turns, one in each round, by names with wildcards and with commas between
+    them: `"*lora_B*, *lora_A*"` trains all B in odd rounds, all A in even ones (RoLoRA). Empty: all in each round."""
     base_sha256: Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")] = ""
     """With a trainer of share = "trained": the SHA-256 of the tensors that are not trained, equal everywhere."""
 
@@ -66,7 +69,8 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"max_steps = {self.max_steps}: it is the number of local steps, and epochs = {self.epochs} asks for "
                 "another; expected epochs = 1 with max_steps, or max_steps = 0"
             )
-        for mistake in (*self._private_mistakes(), *self._optimizer_mistakes(), *self._algorithm_mistakes()):
+        mistakes = *self._private_mistakes(), *self._optimizer_mistakes(), *self._algorithm_mistakes()
+        for mistake in (*mistakes, *self._turn_mistakes()):
             raise ValueError(mistake)
 
     @classmethod
@@ -127,6 +131,17 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """The number of local steps of each training, or 0 for those of `epochs`."""
         tau = self.algorithm.tau if isinstance(self.algorithm, aggregate.LocalEasgd) else 0
         return tau or self.max_steps
+
+    def _turn_mistakes(self) -> Iterator[str]:
+        if not self.alternate:
+            return
+        if self.keep_optimizer:
+            yield explain_lost_moments(self.alternate)
+        if not isinstance(self.algorithm, aggregate.LocalSgd | aggregate.LocalFedProx):
+            yield (
+                f'alternate = "{self.alternate}": with algorithm = "{self.algorithm_name}" a tensor that rests would '
+                'lose its client state; expected "sgd" or "fedprox"'
+            )
 
     def _optimizer_mistakes(self) -> Iterator[str]:
         if self.optimizer != "sgd" and self.momentum:
@@ -200,6 +215,19 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.is_builtin:
             return self.algorithm.build()
         return build_checked(self.algorithm, aggregate.LocalAlgorithm, "config.algorithm")
+
+
+def split_groups(alternate: str) -> list[str]:
+    """Return the names of the groups of tensors in `config.alternate`, none for all tensors."""
+    return [name for part in alternate.split(",") if (name := part.strip())]
+
+
+def explain_lost_moments(alternate: str) -> str:
+    """Return why tensors that take turns have no kept optimizer."""
+    return (
+        f'alternate = "{alternate}": a tensor that rests would lose its optimizer\'s state; expected '
+        "keep_optimizer = false"
+    )
 
 
 def read_algorithm(config: Mapping[str, Scalar], plugins: Plugins = BUILTIN) -> aggregate.LocalAlgorithmOptions:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import numbers
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, cast, runtime_checkable
 
@@ -82,6 +83,21 @@ class TopKAccuracy(Struct, frozen=True, forbid_unknown_fields=True, tag_field="n
         return {f"top_{self.k}": float(totals["hits"] / totals["answers"])} if totals["answers"] else {}
 
 
+class Perplexity(Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="perplexity"):
+    """`perplexity`: exp of the mean negative log-likelihood of the targets, such as the tokens of a text."""
+
+    def measure(self, outputs: torch.Tensor, targets: torch.Tensor) -> Mapping[str, torch.Tensor | float]:
+        """Add up the negative log-likelihoods of the targets."""
+        _check_classes(outputs, targets)
+        counts = targets >= 0
+        likelihoods = outputs.float().log_softmax(1).gather(1, targets.clamp(min=0).unsqueeze(1)).squeeze(1)
+        return {"loss": -likelihoods[counts].double().sum(), "answers": counts.sum()}
+
+    def compute(self, totals: Totals) -> Mapping[str, float]:
+        """Return the perplexity; no value without answers."""
+        return perplexity_of(float(totals["loss"] / totals["answers"])) if totals["answers"] else {}
+
+
 class MeanAbsoluteError(Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="mae"):
     """`mae`: the mean of |output - target|, over all examples and outputs."""
 
@@ -116,7 +132,7 @@ class R2(Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag=
         return {"r2": float(scores.mean())}
 
 
-METRICS: Mapping[str, type[Metric]] = plugins.by_name(F1, TopKAccuracy, MeanAbsoluteError, R2)
+METRICS: Mapping[str, type[Metric]] = plugins.by_name(F1, TopKAccuracy, MeanAbsoluteError, R2, Perplexity)
 """The options record of each built-in metric, by its name in a simulation file."""
 
 plugins.define(plugins.Kind("metrics", "name", "a metric", Metric, ("measure", "compute"), METRICS, plain=True))
@@ -125,9 +141,9 @@ plugins.define(plugins.Kind("metrics", "name", "a metric", Metric, ("measure", "
 def measure(metric: Metric, outputs: torch.Tensor, targets: torch.Tensor, ignored: int = -1) -> dict[str, Any]:
     """Measure a batch. Raises `PluginError` or `UserCodeError` if the metric cannot.
 
-    Targets that are `ignored`, which the loss ignores, do not count in the classes of `F1` and `TopKAccuracy`.
+    Targets that are `ignored`, which the loss ignores, do not count in metrics of classes.
     """
-    if ignored >= 0 and isinstance(metric, F1 | TopKAccuracy) and not targets.is_floating_point():
+    if ignored >= 0 and isinstance(metric, F1 | TopKAccuracy | Perplexity) and not targets.is_floating_point():
         targets = targets.long()
         targets = targets.where(targets != ignored, -1)
     action = f'the metric "{plugins.name_of(metric)}": measure()'
@@ -161,9 +177,52 @@ def compute_all(metrics: Sequence[Metric], totals: Sequence[Totals], taken: Iter
     return values
 
 
+PERPLEXITY = "perplexity"
+
+
+def perplexity_of(loss: float) -> dict[str, float]:
+    """Return the metric `perplexity` of a mean loss: its exponential; none if that is not a float64."""
+    return {PERPLEXITY: math.exp(loss)} if loss < math.log(sys.float_info.max) else {}
+
+
+def average_metric(name: str, values: Iterable[tuple[float, float]]) -> float:
+    """Return a metric of all examples, from (weight, value) of clients or parts whose weights have a positive sum.
+
+    It is the mean, but of a perplexity the exponential of the mean loss: the perplexity of all tokens together if
+    weights are numbers of tokens. The result is finite if all values are.
+
+    >>> average_metric("loss", [(1.0, 2.0), (3.0, 4.0)])
+    3.5
+    >>> round(average_metric("perplexity", [(1.0, math.exp(2.0)), (3.0, math.exp(4.0))]) / math.exp(3.5), 12)
+    1.0
+    """
+    pairs = list(values)
+    total = math.fsum(weight for weight, _ in pairs)
+    if name == PERPLEXITY:
+        smallest = sys.float_info.min  # a perplexity is at least 1, but what is reported need not be
+        pairs = [(weight, math.log(max(value, smallest))) for weight, value in pairs]
+    # Weights are normalized first: weight * value could overflow for very large values.
+    mean = sum(weight / total * value for weight, value in pairs)
+    if name == PERPLEXITY:
+        return perplexity_of(mean).get(PERPLEXITY, sys.float_info.max)
+    return min(max(mean, -sys.float_info.max), sys.float_info.max)
+
+
+def check_bounds(bounds: Mapping[str, tuple[float, float]], key: str) -> None:
+    """Raise `ValueError` unless each metric whose values are only added, at `key`, has a lowest and a higher value."""
+    for name, (low, high) in bounds.items():
+        if not low < high:
+            raise ValueError(f"{key}.{name} = [{low:g}, {high:g}]: expected the lowest value before the highest")
+        if name == PERPLEXITY:
+            raise ValueError(
+                f"{key}.{name}: the mean of perplexities is not the perplexity of all tokens; expected loss, whose "
+                "exponential is"
+            )
+
+
 def is_smaller_better(name: str) -> bool:
-    """Return whether smaller values of a metric are better: if its name ends in loss, error, mae or distance."""
-    return name.endswith(("loss", "error", "mae", "distance"))
+    """Return whether smaller values are better: for names that end in loss, error, mae, distance or perplexity."""
+    return name.endswith(("loss", "error", "mae", "distance", PERPLEXITY))
 
 
 def is_score(name: str) -> bool:

@@ -168,12 +168,12 @@ def running_norm(base: Path, codec: codecs.CodecOptions | None) -> RunningNorm |
 def size_limit(base: Path, codec: codecs.CodecOptions | None) -> int:
     """Return the maximum bytes that an upload may announce. `base` is the file of a version, which is immutable."""
     if codec is None:
-        return 2 * base.stat().st_size + _SPARE_BYTES
+        return 2 * _schema_of(base).file_size_bytes + _SPARE_BYTES
     return Format(codec, _schema_of(base)).max_bytes + _SPARE_BYTES
 
 
 def _schema_of(base: Path) -> Schema:
-    """Return the schema of the file of a version, which all clients of an attempt have."""
+    """Return the schema of the updates of a version, which all clients of an attempt have, from its file."""
     found = base.stat()
     return _read_schema(base, found.st_ino, found.st_mtime_ns)
 
@@ -181,7 +181,7 @@ def _schema_of(base: Path) -> Schema:
 @lru_cache(maxsize=16)
 def _read_schema(base: Path, inode: int, modified_ns: int) -> Schema:
     """Read the schema of a version that has this file: a server may fetch the file again, or restore it."""
-    return Parameters.open(base).schema
+    return Parameters.open(base).schema.uploaded
 
 
 def _describe_difference(update: BinaryIO, size_bytes: int, expected: Schema) -> str:

@@ -46,7 +46,7 @@ def check_initial_model(parameters: model.Parameters, spec: job.JobSpec) -> None
         return
     try:
         with user_code.wrap_errors(f'aggregation.rule = "{plugins.name_of(spec.aggregation)}": misfit()'):
-            misfit = job.build_rule(spec).requirements.misfit(parameters.schema)
+            misfit = job.build_rule(spec).requirements.explain_misfit(parameters.schema)
     except (PluginError, UserCodeError) as exc:
         raise JobFileError(str(exc)) from exc
     if misfit:

@@ -28,7 +28,16 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 hypothesis.settings.register_profile("tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("tests")
 
-LATE_MODULES = frozenset({"test_huggingface.py", "test_language_models.py", "test_tuning.py"})
+LATE_MODULES = frozenset(
+    {
+        "test_adapters.py",
+        "test_exact_lora.py",
+        "test_huggingface.py",
+        "test_language_models.py",
+        "test_model_export.py",
+        "test_tuning.py",
+    }
+)
 """They import transformers and peft."""
 
 

@@ -234,10 +234,12 @@ class Client:
         with self._directory.lock(), cancellation.on_signals(self._stop_on_signal), contextlib.ExitStack() as stack:
             identity = self._directory.load_identity(self._ticket)
             key = self._directory.load_signing_key(identity)
-            channel = stack.enter_context(transport.connect(self._server, tls=identity.tls, ca=identity.ca))
+            connect = functools.partial(transport.connect, self._server, tls=identity.tls, ca=identity.ca)
+            channel = stack.enter_context(connect())
             signed = authenticator.SignedAccess(channel, key, self._options.call_timeout_s, self._log_session)
             access = stack.enter_context(self._certificates(signed, identity)) if self._options.mtls else signed
-            connection = authenticator.Connection(access, self._options.call_timeout_s)
+            more = connect if access is signed else None  # a certificate has one connection, which is renewed with it
+            connection = authenticator.Connection(access, self._options.call_timeout_s, more)
             port = stack.enter_context(self._peer_port(signed, identity))
             open_silos = functools.cache(lambda: stack.enter_context(self._open_silos(parts, port, signed)))
             parts = self._open_parts(connection, key)

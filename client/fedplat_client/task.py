@@ -13,7 +13,7 @@ import numpy as np
 from fedplat import claims, errors, texts
 from fedplat.client_state import ClientState
 from fedplat.config.plugins import BUILTIN, Plugins
-from fedplat.model import Difference, Parameters, Schema
+from fedplat.model import SERVER, Difference, Parameters, Schema
 from fedplat.wire.v1 import model_pb2
 from fedplat_client._state.privacy_ledger import PrivacyLedger
 from fedplat_client.cancellation import Stop, StopSignal
@@ -96,6 +96,11 @@ class Control:
         """Seconds until the assignment is void; negative afterwards."""
         return self._deadline_at - self.options.clock()
 
+    @property
+    def call_timeout_s(self) -> float:
+        """The timeout of a transfer, which gRPC limits; after the deadline it fails with DEADLINE_EXCEEDED."""
+        return min(max(self.remaining_s, 0.001), 7 * 86_400.0)
+
     def expire(self) -> None:
         """Stop the task because its deadline has passed."""
         reason = model_pb2.REASON_UPLOAD_TIMEOUT if self.trained else model_pb2.REASON_TRAIN_TIMEOUT
@@ -172,7 +177,8 @@ class TrainResult:
     """The result of a trainer: the trained parameters, or the change that training made (`delta`).
 
     Both are `Parameters`, a mapping of arrays or of PyTorch's tensors, or an `nn.Module`, with the names, shapes and
-    dtypes of `task.parameters`; further names of a tied weight, which the model has once, are left out. Averages weight
+    dtypes of `task.parameters`; further names of a tied weight, which the model has once, are left out, and so are
+    tensors that the server owns (`server/NAME`). Averages weight
     the client by `num_examples`. Raises `ValueError` for a number that is not usable.
     """
 
@@ -191,8 +197,8 @@ class TrainResult:
     def to_update(self, base: Parameters) -> Parameters:
         """Return the update from `base` to the result. Raises `ModelError` if it does not fit `base`."""
         if self.delta is not None:
-            return _fit_schema("delta", self.delta, base.schema)
-        return _fit_schema("parameters", self.parameters, base.schema).minus(base)
+            return _fit_schema("delta", self.delta, base.schema.uploaded)
+        return _fit_schema("parameters", self.parameters, base.schema.uploaded).minus(base.uploaded)
 
     def to_difference(self, base: Parameters) -> Difference | None:
         """Return the update's file as one that is computed when it is read; None if the trainer returned the update.
@@ -244,7 +250,8 @@ def _read_arrays(argument: str, values: Any, schema: Schema) -> Arrays:
             f"{argument} is a {type(values).__name__}; expected Parameters, a mapping of arrays by the names of "
             "task.parameters, a state_dict or an nn.Module"
         )
-    return _leave_out_ties(values, schema)
+    own = {name: value for name, value in values.items() if not str(name).startswith(SERVER)}
+    return _leave_out_ties(values if len(own) == len(values) else own, schema)
 
 
 def _leave_out_ties(values: Arrays, schema: Schema) -> Arrays:

@@ -107,10 +107,10 @@ class AdminConnection:
         server, code, details = self._profile.server, exc.code(), exc.details() or exc.code().name
         trailers = {entry.key: entry.value for entry in exc.trailing_metadata() or ()}
         if auth.METADATA_CODE in trailers:  # the message is fedplat's own
-            if code is grpc.StatusCode.UNAVAILABLE:
-                text = f"the fedplat server at {server} is not available: {details}"
-                return ServerUnreachableError(text, reason=details)
             retry = _format_retry(str(trailers.get(wire.METADATA_RETRY, "")))
+            if code is grpc.StatusCode.UNAVAILABLE:
+                text = f"the fedplat server at {server} is not available: {details}{retry}"
+                return ServerUnreachableError(text, reason=details)
             return ServerRefusedError(details + retry, code=str(trailers[auth.METADATA_CODE]))
         if code is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is not None:
             return self._unreachable(f"no answer within {timeout_s:g} s")

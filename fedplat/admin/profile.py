@@ -93,12 +93,12 @@ def dump(profile: Profile) -> str:
     return "\n".join(lines) + "\n"
 
 
-def save(profile: Profile, path: Path) -> None:
-    """Write a new file that only its owner can read, in one atomic step. Raises `ProfileError`."""
+def save(profile: Profile, path: Path, *, overwrite: bool = False) -> None:
+    """Write a file that only its owner can read, in one atomic step. Raises `ProfileError`, also if it exists."""
     try:
         with contextlib.suppress(FileExistsError):  # the path of the folder is a file: the next line has a better error
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        durable.write_bytes(path, dump(profile).encode(), 0o600, overwrite=False)
+        durable.write_bytes(path, dump(profile).encode(), 0o600, overwrite=overwrite)
     except FileExistsError as exc:
         raise ProfileError(f"{path} exists already, and is not replaced") from exc
     except OSError as exc:

@@ -40,6 +40,8 @@ from fedplat.aggregate.drift import (
     server_feddyn,
     server_scaffold,
 )
+from fedplat.aggregate.fedex_lora import FedExLora
+from fedplat.aggregate.flora import Flora
 from fedplat.aggregate.local import (
     Correction,
     LocalAlgorithm,
@@ -96,7 +98,20 @@ class RuleOptions(Protocol):
 
 
 RULES: Mapping[str, type[RuleOptions]] = by_name(
-    FedAvg, FedAvgM, FedAdam, FedYogi, FedAdagrad, FedNova, QFedAvg, FedBuff, FedAsync, Easgd, Scaffold, FedDyn
+    FedAvg,
+    FedAvgM,
+    FedAdam,
+    FedYogi,
+    FedAdagrad,
+    FedNova,
+    QFedAvg,
+    FedBuff,
+    FedAsync,
+    Easgd,
+    Scaffold,
+    FedDyn,
+    FedExLora,
+    Flora,
 )
 """The options record of each rule that is defined here, by its name in a job file."""
 
@@ -141,8 +156,10 @@ __all__ = [
     "FedAvgM",
     "FedBuff",
     "FedDyn",
+    "FedExLora",
     "FedNova",
     "FedYogi",
+    "Flora",
     "LocalAlgorithm",
     "LocalAlgorithmOptions",
     "LocalEasgd",

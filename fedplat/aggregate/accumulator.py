@@ -110,7 +110,8 @@ class Accumulator:
         self._schema = schema
         self._rule = rule
         self._shard = shard or Shard(range(schema.num_floating))
-        self._partial = _place_in_memory(rule.start(len(self._shard.columns)), self._shard, rule)
+        partial = dataclasses.replace(rule.start(len(self._shard.columns)), schema=schema)
+        self._partial = _place_in_memory(partial, self._shard, rule)
         if scalars:
             self._partial = dataclasses.replace(self._partial, scalars=scalars)
         if rule.keeps_memory:
@@ -158,8 +159,10 @@ class Accumulator:
         Raises `ModelError` if its schema differs and `ValueError` if the rule refuses it; the accumulator is then
         unchanged. After any other error, such as one from reading the update, the accumulator must be discarded.
         """
-        self._check(update, "update")
-        self._partial = self._rule.fold(self._partial, update.to_blocks(self._shard.columns), contribution)
+        self._check(update, "update", self._schema.uploaded)
+        # A rule with tensors of the server's own is not sharded: it reads whole updates, which do not have them.
+        columns = self._shard.columns if self._schema.uploaded is self._schema else None
+        self._partial = self._rule.fold(self._partial, update.to_blocks(columns), contribution)
         if self._schema.carry == "max" and self._shard.owns_carried:
             self._carry_largest(update)
 
@@ -245,7 +248,7 @@ class Accumulator:
         result is not finite: finite updates may add up to more than float32 can hold, and no job recovers from such a
         version. Raises `ValueError` if the rule has no result, for instance because no update was folded.
         """
-        self._check(base, "base version")
+        self._check(base, "base version", self._schema)
         drawn: list[State] = []
         steps = self._steps(state, base, drawn)
         for placed in apply_step(base, steps, self._carry, self._shard.columns):
@@ -264,7 +267,8 @@ class Accumulator:
     def _apply_rule(self, state: Iterable[State], base: FlatModel) -> Iterator[tuple[Vector, State]]:
         rule, size = self._rule, len(self._shard.columns)
         statistics = tuple(each.columns for each in self._schema.statistics)
-        partial = dataclasses.replace(self.reduce_updates(state, base)._partial, statistics=statistics)
+        partial = self.reduce_updates(state, base)._partial
+        partial = dataclasses.replace(partial, statistics=statistics, whole=partial.total, base=base)
         if not rule.blockwise:
             assert size == self._schema.num_floating, "merge the shards of a rule that is not blockwise first"
             with np.errstate(all="ignore"):
@@ -301,8 +305,8 @@ class Accumulator:
                 for block, values in zip(blocks(run.count), update.read_carried(run), strict=True):
                     np.maximum(largest[block], values, out=largest[block])
 
-    def _check(self, values: Values, what: str) -> None:
-        if difference := values.schema.difference_from(self._schema):
+    def _check(self, values: Values, what: str, expected: Schema) -> None:
+        if difference := values.schema.difference_from(expected):
             raise ModelError(f"the {what} does not fit the attempt: {difference}")
 
 

@@ -47,7 +47,7 @@ from typing import Annotated, ClassVar, Protocol
 import msgspec
 
 from fedplat.config.decoding import prepare_type
-from fedplat.model import Blocks, FlatModel, Parameters, Schema, Vector
+from fedplat.model import SERVER, Blocks, FlatModel, Parameters, Schema, Vector
 from fedplat.model.blocks import ShardReduce, single_shard
 
 MEAN_WEIGHT = "mean_weight"
@@ -94,6 +94,9 @@ class Partial:
     `first` is the index of its first entry; updates and state are then slices too, and `reduce_shards` computes sums
     over all entries, such as a norm. `statistics` are the columns that are averaged under every rule, for `apply`. If
     `device` is set, it holds the sum, which is copied to `total` before `apply`.
+
+    `schema` is that of the model, for rules that treat some tensors in another way; None outside an attempt. In
+    `apply`, `whole` is the total of all columns, of which `total` may be a slice, and `base` is the base version.
     """
 
     total: Vector
@@ -108,6 +111,8 @@ class Partial:
     memory: bytes = b""
     base: FlatModel | None = None
     statistics: tuple[range, ...] = ()
+    schema: Schema | None = None
+    whole: Vector | None = None
 
     def plus(self, **terms: float) -> Partial:
         """Return a copy with terms added to its sums of these names."""
@@ -135,13 +140,25 @@ class ClientRequirements:
     of a plugin, the options record that `config.algorithm` has to name, whatever the name is. If it is set, all updates
     of an attempt have equal weight, because client state is balanced over clients, not over examples. `extend`
     adds the rule's own tensors to a model; `reduce` removes them for users of the model. `misfit(schema)` returns why a
-    model is unsuitable, or "".
+    model is unsuitable, or "". With `has_server_tensors`, some of these tensors are the server's own (`server/NAME`):
+    clients get them with the model and never upload them.
     """
 
     algorithm: str | type[msgspec.Struct] = ""
     extend: Callable[[Parameters], Parameters] = _identity
     reduce: Callable[[Parameters], Parameters] = _identity
     misfit: Callable[[Schema], str] = _accept_schema
+    has_server_tensors: bool = False
+
+    def explain_misfit(self, schema: Schema) -> str:
+        """Return why a model is unsuitable for the rule, or ""."""
+        if schema.uploaded is not schema and not self.has_server_tensors:
+            name = next(tensor.name for tensor in schema.tensors if tensor.name.startswith(SERVER))
+            return (
+                f"the tensor {name!r} has the prefix {SERVER} of tensors that clients do not upload, and the job's "
+                "aggregation rule has none; expected another name"
+            )
+        return self.misfit(schema)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +169,8 @@ class Rule:
     rule with `unit_weights` uses weights as absolute factors instead of fractions of their sum, so a fresh update must
     have weight 1. A rule that is `from_latest` requires updates as differences from the version to which its step is
     added, even if a client started from an older one (`rebase`). One that `keeps_memory` reads and returns
-    `Partial.memory`. `requirements` are those for clients and model.
+    `Partial.memory`. A rule that is `nonlinear` multiplies tensors of one client's update with each other, so it needs
+    each update as the client computed it. `requirements` are those for clients and model.
 
     >>> rule = weighted_mean()
     >>> partial = rule.fold(rule.start(2), VectorBlocks(np.array([1.0, 3.0], np.float32)), Contribution(1.0))
@@ -176,6 +194,7 @@ class Rule:
     requirements: ClientRequirements = ClientRequirements()
     gather: Callable[[Mapping[str, Blocks], Partial], Partial] | None = None
     keeps_memory: bool = False
+    nonlinear: bool = False
 
 
 class BaseRule(msgspec.Struct, frozen=True):

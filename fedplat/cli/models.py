@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
 import typer
 
-from fedplat.cli import formats, lists, options
+from fedplat.cli import formats, lists, model_export, options
 from fedplat.cli.lists import LimitOption, WatchableCommand, WatchOption
-from fedplat.cli.output import ListColumn, ListLayout, to_record
-from fedplat.cli.session import FAILED, WRONG_USAGE, FormatOption, JobArgument, session
+from fedplat.cli.output import ListColumn, ListLayout
+from fedplat.cli.session import FormatOption, JobArgument, session
 from fedplat.wire.v1 import admin_pb2
 
 app = typer.Typer(no_args_is_help=True, help="List and export a job's model versions.", rich_markup_mode=None)
@@ -72,33 +69,4 @@ def _files(version: admin_pb2.ModelVersion) -> str:
     return kept + (f" (restored from {version.restored_from})" if version.HasField("restored_from") else "")
 
 
-@app.command("export")
-def export_model(
-    context: typer.Context,
-    job: JobArgument,
-    output: Annotated[Path, typer.Option(metavar="FILE", help="File to write (safetensors).")],
-    version: Annotated[
-        int | None,
-        typer.Option(min=0, max=2**32 - 1, metavar="N", help="Version, 0 for the initial model. Default: the latest."),
-    ] = None,
-    server: options.ServerOption = None,
-    as_json: options.JsonOption = False,
-) -> None:
-    """Export a model version to a safetensors file.
-
-    The received bytes are checked against the version's digest.
-    """
-    with session(context, server, as_json) as command:
-        try:
-            if output.is_dir() or not output.absolute().parent.is_dir():
-                command.output.error(f"--output is {output}; expected a file in an existing folder")
-                raise typer.Exit(WRONG_USAGE)
-            with command.output.transfer("downloading the model") as progress:
-                model = command.client.export_model(job, version, output, progress)
-        except OSError as exc:
-            command.output.error(f"{output} cannot be written: {exc.strerror or exc}")
-            raise typer.Exit(FAILED) from exc
-        if command.output.as_json:
-            command.output.json(to_record(model) | {"path": str(output)})
-            return
-        command.output.line(f"wrote version {model.version} ({formats.size(model.size_bytes)}) to {output}")
+app.command("export")(model_export.export_model)

@@ -23,6 +23,7 @@ TEMPLATES: Mapping[str, tuple[str, str]] = {
     "torch": ("[cli,plots,dashboard,torch]", "[torch]"),
     "sklearn": ("[cli,plots,dashboard,sklearn]", "[sklearn]"),
     "lightning": ("[cli,plots,dashboard,lightning]", "[lightning]"),
+    "lora": ("[cli,plots,dashboard,huggingface]", "[huggingface]"),
 }
 """The extras of fedplat and of fedplat-client that each template needs. Its files are in `templates/`."""
 _COMMON = "common"
@@ -62,7 +63,8 @@ def create(folder: Path, name: str, template: str) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     root = importlib.resources.files("fedplat.cli") / "templates"
     written: list[str] = []
-    for file in (*_files(root / _COMMON), *_files(root / template)):
+    own = {file.name: file for file in (*_files(root / _COMMON), *_files(root / template))}  # the last of a name
+    for file in own.values():
         text = file.read_text("utf-8")
         for key, value in values.items():
             text = text.replace(key, value)

@@ -83,6 +83,8 @@ def _list_rule_mistakes(spec: JobTables, rule: aggregate.Rule) -> Iterator[str]:
     name = name_of(spec.aggregation)
     if rule.keeps_memory and spec.pool is not None:
         yield f'aggregation.rule = "{name}": it works on whole models in one process; expected no [pool]'
+    if rule.nonlinear:
+        yield from part_checks.list_nonlinear_mistakes(spec)
     algorithm = rule.requirements.algorithm
     if spec.updates.weighting != "uniform" and (rule.unit_weights or algorithm):
         yield f'aggregation.rule = "{name}": it needs [updates] weighting = "uniform"'

@@ -158,6 +158,40 @@ def _change_mistakes(spec: tables.JobTables) -> Iterator[str]:
         )
 
 
+_LINEAR = "as a sum, of which no product of factors can be formed"
+NONLINEAR_REASONS: Mapping[str, str] = {
+    combinations.BUFFERED: "products of changes since different versions have no exact sum",
+    combinations.STALE_SYNCHRONOUS: "products of changes since different versions have no exact sum",
+    "secure_aggregation": f"the server gets the updates only {_LINEAR}",
+    "privacy": f"the rule gets the updates only {_LINEAR}, with noise",
+    "robust": "such a rule leaves one update, of which the products of the others are not known",
+    combinations.UPLINK: "products of rounded factors are not those that the clients have trained",
+    combinations.DOWNLINK: "a rounded step would lose what the rule corrects",
+    "server_step": "the server would train beside what it keeps for the clients",
+    combinations.DISTILL: "the server would train beside what it keeps for the clients",
+    "warm_start": "the server would train beside what it keeps for the clients",
+    "pool": "its ranks divide updates, and a product needs both factors",
+}
+"""Why a job whose rule multiplies the tensors of each update must not have these parts."""
+_NONLINEAR_PARTS = frozenset(
+    {combinations.SYNC, "updates", "retention", "evaluation.every", "evaluation.server", OF_CLIENTS}
+    | {"aggregation", "durability"}
+)
+
+
+def list_nonlinear_mistakes(spec: tables.JobTables) -> Iterator[str]:
+    """Yield one line with all parts that change an update, or hide it, before a rule can multiply its tensors."""
+    mistakes = [
+        f"{part}: {NONLINEAR_REASONS.get(part, 'it cannot be combined with this rule')}"
+        for part in combinations.list_parts(spec)
+        if part not in _NONLINEAR_PARTS
+    ]
+    if spec.updates.clips:
+        mistakes.append("updates.clip_norm, updates.adaptive_clip: products of shortened factors are shortened twice")
+    if mistakes:
+        yield f'aggregation.rule = "{name_of(spec.aggregation)}": expected none of these: {"; ".join(mistakes)}'
+
+
 RULES_ON_MEAN = ", ".join(name for name, each in aggregate.RULES.items() if each.works_on_mean)
 """The built-in rules that need only the mean of the updates."""
 _SHARED_MASKS = 'expected "sync", since clients share masks for one attempt'

@@ -28,7 +28,7 @@ from fedplat.model import file
 from fedplat.model.blocks import BLOCK, WINDOW, Blocks, Vector, VectorBlocks, blocks, is_finite, part_of, windows
 from fedplat.model.difference import Difference, Part, subtract
 from fedplat.model.file import ModelFile
-from fedplat.model.schema import DTYPES, FLOATING, Carry, Schema, Segment, TensorSpec
+from fedplat.model.schema import DTYPES, FLOATING, SERVER, Carry, Schema, Segment, TensorSpec
 from fedplat.model.values import (
     Bytes,
     FlatModel,
@@ -48,6 +48,7 @@ __all__ = [
     "BLOCK",
     "DTYPES",
     "FLOATING",
+    "SERVER",
     "WINDOW",
     "Blocks",
     "Bytes",
@@ -239,13 +240,25 @@ class Parameters(Mapping[str, npt.NDArray[Any]]):
                     start += part.size
         return result
 
+    @property
+    def uploaded(self) -> Parameters:
+        """These parameters without the server-owned tensors: a copy, or themselves if the server owns none."""
+        schema = self.schema.uploaded
+        if schema is self.schema:
+            return self
+        parameters = Parameters.zeros(schema)
+        parameters.assign({tensor.name: self[tensor.name] for tensor in schema.tensors})
+        return parameters
+
     def minus(self, base: Parameters) -> Parameters:
-        """Return the update from `base` to these parameters.
+        """Return the update from `base` to these parameters, without server-owned tensors.
 
         Floating-point entries are differences; other entries are copied from these parameters.
         """
         if problem := self.schema.difference_from(base.schema):
             raise ModelError(problem)
+        if base.schema.uploaded is not base.schema:
+            return self.uploaded.minus(base.uploaded)
         result = Parameters(self.schema, np.empty_like(self.buffer))
         for run in self.schema.segments:
             subtract(run.dtype, self.segment(run), base.segment(run), result.segment(run))
@@ -258,6 +271,9 @@ class Parameters(Mapping[str, npt.NDArray[Any]]):
         `ModelError` unless names, shapes and dtypes are the schema's.
         """
         schema = self.schema
+        if schema.uploaded is not schema:
+            own = {name: array for name, array in trained.items() if not name.startswith(SERVER)}
+            return self.uploaded.difference_to(own)
         if isinstance(trained, Parameters) and trained.schema == schema:
             parts = [Part(run.dtype, run.offset, trained.segment(run).view(np.uint8)) for run in schema.segments]
         else:

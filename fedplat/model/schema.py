@@ -42,6 +42,8 @@ MAX_RANK = 32
 MAX_NAME_BYTES = 1_000
 """Maximum length of a tensor's name in bytes of UTF-8."""
 _MAX_TENSOR_BYTES = 2**62
+SERVER = "server/"
+"""Prefix of the names of server-owned tensors, which clients download with the model and never upload."""
 METADATA_KEY = "__metadata__"
 CARRY_KEY = "fedplat.carry"
 """The key of the metadata in a safetensors header, and the key of the carry rule in the metadata."""
@@ -164,6 +166,12 @@ class Schema:
     def num_floating(self) -> int:
         """Length of the model's float32 vector."""
         return sum(run.count for run in self.segments if run.dtype in FLOATING)
+
+    @cached_property
+    def uploaded(self) -> Schema:
+        """The schema of an update: the tensors that the server does not own; this one if it owns none."""
+        own = tuple(tensor for tensor in self.tensors if not tensor.name.startswith(SERVER))
+        return self if len(own) == len(self.tensors) else Schema(own, self.carry)
 
     @cached_property
     def statistics(self) -> tuple[StatisticsSpec, ...]:

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from fedplat import metrics
+
 Delta = Annotated[float, Meta(gt=0.0, lt=1.0)]
 Epsilon = Annotated[float, Meta(gt=0.0, le=1e6)]
 Finite = Annotated[float, Meta(ge=-1e30, le=1e30)]
@@ -25,9 +27,7 @@ class PublishedMetrics(Struct, frozen=True, forbid_unknown_fields=True):
     """Lowest and highest value of each metric, such as `bounds = { loss = [0.0, 5.0] }`."""
 
     def __post_init__(self) -> None:
-        for name, (low, high) in self.bounds.items():
-            if not low < high:
-                raise ValueError(f"bounds.{name} = [{low:g}, {high:g}]: expected the lowest value before the highest")
+        metrics.check_bounds(self.bounds, "bounds")
 
 
 class Privacy(Struct, frozen=True, forbid_unknown_fields=True):

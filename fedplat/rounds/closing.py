@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from msgspec import structs
 
+from fedplat.metrics import average_metric
 from fedplat.rounds import commands, influence, pacing, privacy_rules
 from fedplat.rounds.commands import (
     ACCEPTED,
@@ -210,13 +209,8 @@ def average_metrics(merged: Iterable[Assignment]) -> dict[str, float]:
     means: dict[str, float] = {}
     for name in common[:MAX_METRICS]:
         pairs = found[name]
-        total = math.fsum(weight for weight, _ in pairs)
-        if total <= 0.0:
-            continue
-        # Weights are normalized first: weight * value could overflow for very large values, and a single client could
-        # cause an infinity, which a JSON column cannot store.
-        mean = sum(weight / total * value for weight, value in pairs)
-        means[name] = min(max(mean, -sys.float_info.max), sys.float_info.max)
+        if sum(weight for weight, _ in pairs) > 0.0:
+            means[name] = average_metric(name, pairs)  # finite, as a JSON column needs it
     return means
 
 

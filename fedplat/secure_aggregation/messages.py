@@ -11,6 +11,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from fedplat import metrics
 from fedplat.config.decoding import prepare_type
 from fedplat.errors import SecureAggregationError
 
@@ -58,9 +59,7 @@ class SecureAggregation(Struct, frozen=True, forbid_unknown_fields=True):
             )
         if self.bits >= self.modulus:
             raise ValueError(f"bits = {self.bits}: expected less than modulus, which is {self.modulus}")
-        for name, (low, high) in self.metrics.items():
-            if not low < high:
-                raise ValueError(f"metrics.{name} = [{low:g}, {high:g}]: expected the lowest value before the highest")
+        metrics.check_bounds(self.metrics, "metrics")
 
 
 KEY_BYTES = 32

@@ -159,17 +159,19 @@ def _open_engine(
     try:
         requirements = job.build_rule(file.job).requirements
         initial_model = requirements.extend(initial_model)
-        if misfit := requirements.misfit(initial_model.schema):
+        if misfit := requirements.explain_misfit(initial_model.schema):
             raise ModelError(misfit)
     except ModelError as exc:
         raise JobFileError(f"model.initial = {file.job.model.initial!r}: {exc}") from exc
     for text in (*describe_coarse_steps(file.job, initial_model), *describe_copies(file.job, initial_model)):
         on_progress(f"warning: {text}")
     algorithm: aggregate.LocalAlgorithmOptions | None = None
+    if getattr(learner, "personal", ()):  # without a client's personal layers a model cannot be scored
+        data = dataclasses.replace(data, test_inputs=data.test_inputs[:0], test_targets=data.test_targets[:0])
     if isinstance(learner, ArrayLearner):
         if getattr(learner, "sums", False):
             feasible.check_sums(file.job)
-        task = tasks.ClientTraining(data, learner, file.job.config, file.simulation.seed)
+        task = tasks.ClientTraining(data, learner, file.job.config, file.simulation.seed, file.job.rounds)
     else:
         from fedplat.pytorch.training import LocalOptions
 
@@ -177,8 +179,6 @@ def _open_engine(
         algorithm = options.algorithm
         for text in _list_doubts(file, options, learner):
             on_progress(text)
-        if learner.personal:  # without a client's personal layers a model cannot be scored
-            data = dataclasses.replace(data, test_inputs=data.test_inputs[:0], test_targets=data.test_targets[:0])
         task = tasks.ClientTraining(data, learner, options, file.simulation.seed)
     return registry.open_engine(file.simulation.engine, task, file.simulation.workers), initial_model, algorithm
 

@@ -174,7 +174,7 @@ class Code(Enum):
     """The reason that a request is refused for; callers receive its name as trailing metadata `fedplat-code`.
 
     `status` is the name of the gRPC status, and `message` is public: all other details of errors are only logged. One
-    with a temporary cause has the window of the next try.
+    with a temporary cause has the window of the next try, which callers state in their words.
     """
 
     def __init__(self, status: str, message: str, retry: RetryWindow | None = None) -> None:
@@ -189,11 +189,7 @@ class Code(Enum):
         "operator add NAME --out FILE, or on the server's host with fedplat-server operator add NAME --out FILE)",
     )
     ROLE_TOO_LOW = "PERMISSION_DENIED", "the operator's role does not allow this"
-    TOO_MANY_LOGINS = (
-        "RESOURCE_EXHAUSTED",
-        "too many calls of this caller were refused; try again later",
-        RetryWindow(1.0, 10.0),
-    )
+    TOO_MANY_LOGINS = "RESOURCE_EXHAUSTED", "too many calls of this caller were refused", RetryWindow(1.0, 10.0)
     NAME_TAKEN = "ALREADY_EXISTS", "the name is taken"
     NO_SUCH_OPERATOR = "NOT_FOUND", "there is no such operator"
     LAST_ADMIN = (
@@ -243,11 +239,11 @@ class Code(Enum):
     WRONG_OFFSET = "OUT_OF_RANGE", "the upload does not continue at the offset where it stopped"
     TOO_LARGE = "INVALID_ARGUMENT", "more bytes than are accepted here"
     UPLOAD_INCOMPLETE = "ABORTED", "the update has not arrived completely", RetryWindow(0.0, 1.0)
-    NOT_SENT_YET = "UNAVAILABLE", "the other client has not sent the file yet; try again", RetryWindow(0.0, 1.0)
+    NOT_SENT_YET = "UNAVAILABLE", "the other client has not sent the file yet", RetryWindow(0.0, 1.0)
     TOO_SLOW = "DEADLINE_EXCEEDED", "the stream has made no progress", RetryWindow(1.0, 10.0)
     TOO_MANY_CALLS = "RESOURCE_EXHAUSTED", "the caller has too many calls open", RetryWindow(1.0, 5.0)
     TOO_MANY_STREAMS = "RESOURCE_EXHAUSTED", "this client has too many transfers open", RetryWindow(1.0, 5.0)
-    TOO_MANY_REQUESTS = "RESOURCE_EXHAUSTED", "too many requests; try again later", RetryWindow(1.0, 10.0)
+    TOO_MANY_REQUESTS = "RESOURCE_EXHAUSTED", "too many requests", RetryWindow(1.0, 10.0)
     TOO_MANY_BYTES = (
         "RESOURCE_EXHAUSTED",
         "too many bytes were sent for this attempt; the assignment has ended",
@@ -255,21 +251,17 @@ class Code(Enum):
     )
     TOO_MANY_UPLOADS = (
         "RESOURCE_EXHAUSTED",
-        "the server is receiving as many updates as its memory allows; try again",
+        "the server is receiving as many updates as its memory allows",
         RetryWindow(1.0, 10.0),
     )
-    DRAINING = "UNAVAILABLE", "the server is stopping; try again", RetryWindow(1.0, 5.0)
-    NO_LEADER = (
-        "UNAVAILABLE",
-        "no server leads the jobs at the moment; try again in a few seconds",
-        RetryWindow(0.5, 3.0),
-    )
+    DRAINING = "UNAVAILABLE", "the server is stopping", RetryWindow(1.0, 5.0)
+    NO_LEADER = "UNAVAILABLE", "no server leads the jobs at the moment", RetryWindow(0.5, 3.0)
     STORE_UNAVAILABLE = (
         "UNAVAILABLE",
-        "the server's database or object store does not answer; try again",
+        "the server's database or object store does not answer",
         RetryWindow(1.0, 5.0),
     )
-    STORAGE_FULL = "RESOURCE_EXHAUSTED", "the server's disk is full; try again later", RetryWindow(5.0, 30.0)
+    STORAGE_FULL = "RESOURCE_EXHAUSTED", "the server's disk is full", RetryWindow(5.0, 30.0)
     INTERNAL = "INTERNAL", "internal error; the server's log has the details under this number"
 
 

@@ -354,7 +354,7 @@ def test_a_module_with_a_base_is_made_once_and_only_for_jobs_of_that_base() -> N
     learner = Learner(model=on_a_base, share="trained")
     start, base = learner.initial(), learner.base_sha256()
     made.clear()
-    with pytest.raises(ModelError, match=f'does not state the base .* expected base_sha256 .* "{base}"'):
+    with pytest.raises(ModelError, match=f"does not state the base .* expected base_sha256 .* SHA-256 {base}"):
         trainer(make_task(start))
     with pytest.raises(ModelError, match=f"has the SHA-256 {base}; expected the same base on all participants"):
         trainer(make_task(start, base_sha256="0" * 64))

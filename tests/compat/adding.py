@@ -22,6 +22,8 @@ TRAINER = Path(__file__).parent / "trainer.py"
 SIZE = 16
 LARGE = 100_000
 """Entries of a model whose updates are too large for a report; its job has no codec."""
+HUGE = 25_000_000
+"""Entries of a model of 100 MB."""
 NUM_CLIENTS = 2
 
 
@@ -31,7 +33,7 @@ def write_project(folder: Path, name: str, population: str, rounds: int, size: i
     The rule has a momentum and the codec leaves values to later rounds, so that server and clients keep states.
     """
     tables: dict[str, Any] = {}
-    if size != LARGE:
+    if size < LARGE:
         tables["compression"] = {"uplink": {"codec": "topk", "fraction": 0.25, "values": "fp32"}}
     folder.mkdir(parents=True, exist_ok=True)
     text = write_job(
@@ -73,6 +75,12 @@ def expected_model(rounds: int, size: int = SIZE) -> Parameters:
         model = model + velocity
     assert np.array_equal(model, model.astype(np.float32))
     return Parameters.from_arrays({"weight": model.astype(np.float32)})
+
+
+def expected_huge_model() -> Parameters:
+    """What the job of a huge model computes in its first round."""
+    mean = np.mean([number + 1 for number in range(NUM_CLIENTS)]) / 64
+    return Parameters.from_arrays({"weight": (np.arange(1, HUGE + 1) % 2**20 * mean).astype(np.float32)})
 
 
 def digest_of(model: Parameters) -> str:

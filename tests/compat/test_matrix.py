@@ -65,3 +65,22 @@ def test_every_pair_computes_the_same_models(
     assert len(digests) == 4
     assert {(len(each), each[-1]) for each in digests.values()} == {(ROUNDS + 1, DIGEST)}, digests
     assert uploaded == [(ROUNDS + 1, LARGE_DIGEST)] * len(populations)
+
+
+@pytest.mark.parametrize("server", ["main", "last"])
+def test_a_model_of_100_mb_between_two_versions(tmp_path: Path, last: releases.Release, server: str) -> None:
+    """The server sends pieces of 2 MiB to any client; ids of uploads and BLAKE3 need two ends of this version."""
+    daemon, client = (MAIN, last) if server == "main" else (last, MAIN)
+    database = str(tmp_path / "data" / "fedplat.sqlite")
+    with shared_daemons.started(tmp_path / "data", database, [daemon]) as (leader,), leader.admin() as admin:
+        clients = [
+            adding.start_client(
+                client, number, tmp_path / f"client-{number}", adding.enroll(admin, "demo", leader.address)
+            )
+            for number in range(adding.NUM_CLIENTS)
+        ]
+        with adding.stopped_at_the_end(clients):
+            job = adding.write_project(tmp_path / "jobs", "huge", "demo", 1, adding.HUGE)
+            versions = adding.submit(daemon, leader.profile_path, leader.address, job)
+    assert int(versions[-1]["model"]["size_bytes"]) > 4 * adding.HUGE
+    assert versions[-1]["model"]["digest"] == adding.digest_of(adding.expected_huge_model())

@@ -16,6 +16,7 @@ from fedplat.aggregate.robust import (
 )
 from fedplat.errors import JobFileError
 from fedplat.job import build_rule, parse_job
+from support.rules import NEEDED
 
 SMALL = """
 name = "a"
@@ -77,14 +78,18 @@ def test_too_many_byzantine_updates_are_refused(name: str) -> None:
 def test_it_replaces_the_mean_of_server_optimizers_only(name: str) -> None:
     algorithm = name if name in ("scaffold", "feddyn", "easgd") else ""
     config = f"[config]\nalgorithm = '{algorithm}'\n" if algorithm else ""
-    more = "num_clients = 100\n" if algorithm in ("scaffold", "feddyn") else ""
+    more = "".join(f"{key} = {value}\n" for key, value in NEEDED.get(name, {}).items())
     rest = f"[updates]\nweighting = 'uniform'\n[aggregation]\nrule = '{name}'\n{more}" + table("name = 'median'")
     text = job(config + rest)
     if aggregate.RULES[name].works_on_mean:
         assert build_rule(parse_job(text)).gather is not None
     else:
-        own = f"robust: expected aggregation.rule = fedavg, .*; {name} has a mean"
-        with pytest.raises(JobFileError, match="robust: such a rule leaves out" if name == "easgd" else own):
+        own = {
+            "easgd": "robust: such a rule leaves out",
+            **dict.fromkeys(("fedex_lora", "flora"), "robust: .* one update"),
+        }
+        plain = f"robust: expected aggregation.rule = fedavg, .*; {name} has a mean"
+        with pytest.raises(JobFileError, match=own.get(name, plain)):
             parse_job(text)
 
 

@@ -14,8 +14,21 @@ from torch import nn
 
 import fedplat.metrics
 from fedplat.errors import PluginError, UserCodeError
-from fedplat.metrics import F1, METRICS, R2, MeanAbsoluteError, Metric, TopKAccuracy, is_smaller_better
+from fedplat.metrics import (
+    F1,
+    METRICS,
+    R2,
+    MeanAbsoluteError,
+    Metric,
+    Perplexity,
+    TopKAccuracy,
+    average_metric,
+    is_smaller_better,
+    perplexity_of,
+)
+from fedplat.privacy.options import PublishedMetrics
 from fedplat.pytorch.training import Learner, Scores
+from fedplat.secure_aggregation.messages import SecureAggregation
 from fedplat.simulation.engines.client_trainer import ClientTraining
 from fedplat.simulation.engines.interface import ClientTask
 from fedplat.simulation.engines.processes import LoopEngine, ProcessEngine
@@ -180,11 +193,30 @@ def f1_of_parts(given: ClientTraining) -> float:
 
 
 def test_smaller_errors_are_better() -> None:
-    assert [is_smaller_better(name) for name in ("loss", "distance", "mae", "absolute_error", "f1", "accuracy")] == [
-        True,
-        True,
-        True,
-        True,
-        False,
-        False,
+    smaller = ("loss", "distance", "mae", "absolute_error", "perplexity")
+    assert all(is_smaller_better(name) for name in smaller)
+    assert not any(is_smaller_better(name) for name in ("f1", "accuracy"))
+
+
+def test_a_perplexity_is_that_of_all_tokens_together() -> None:
+    logits = RNG.normal(size=(12, 7, 5)).astype(np.float32)
+    tokens = RNG.integers(0, 7, (12, 5))
+    tokens[np.arange(12)[:, None] % 4 > np.arange(5)] = -100  # padding, of different lengths
+    likelihoods = np.take_along_axis(logits, tokens.clip(0)[:, None], 1)[:, 0] - np.log(np.exp(logits).sum(1))
+    counts = tokens >= 0
+    assert compute((Perplexity(),), logits, tokens)["perplexity"] == pytest.approx(np.exp(-likelihoods[counts].mean()))
+    parts = [slice(0, 2), slice(2, 3), slice(3, 12)]
+    values = [
+        (counts[part].sum(), compute((Perplexity(),), logits[part], tokens[part])["perplexity"]) for part in parts
     ]
+    pooled = average_metric("perplexity", values)
+    assert pooled == pytest.approx(np.exp(-likelihoods[counts].mean()), rel=1e-6)
+    assert abs(np.average([value for _, value in values], weights=[count for count, _ in values]) - pooled) > 1e-3
+    assert average_metric("perplexity", [(1.0, 0.0), (1.0, 1e308)]) > 0.0
+    assert perplexity_of(1e6) == {}
+    with pytest.raises(
+        ValueError, match=r"bounds.perplexity: the mean of perplexities is not the perplexity of all tok"
+    ):
+        PublishedMetrics(noise_multiplier=1.0, bounds={"perplexity": (1.0, 9.0)})
+    with pytest.raises(ValueError, match=r"metrics.perplexity: the mean of perplexities is not"):
+        SecureAggregation(metrics={"perplexity": (1.0, 9.0)})

@@ -123,7 +123,7 @@ def test_a_newcomer_continues_after_ctrl_c(tmp_path: Path) -> None:
             second = subprocess.run(
                 command.split(), cwd=tmp_path, env=terminal.environment, capture_output=True, text=True, check=False
             )
-            assert (second.returncode, second.stdout) == (2, "")
+            assert (second.returncode, second.stdout) == (1, "")
             assert f"another fedplat-server uses {tmp_path / 'fedplat-data'}; stop it" in second.stderr
             printed = re.search(r"run a client +(fedplat-client .*) NAME=FILE.py:FUNCTION", terminal.read("first.log"))
             assert printed is not None

@@ -11,8 +11,12 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 from fedplat.admin import AdminClient
+from fedplat.aggregate import Accumulator, Contribution
+from fedplat.client_state import ClientState
+from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.pytorch.huggingface import HuggingFaceLearner
+from fedplat_client import Task
 from support import deployment, language, language_client, processes
 from support.clients import at_work
 from support.jobs import write_job
@@ -79,3 +83,42 @@ def test_a_silo_and_the_server_are_killed_and_the_adapters_have_the_same_bits(tm
     undisturbed, killed = results
     assert not np.array_equal(undisturbed.buffer, START.buffer)
     np.testing.assert_array_equal(killed.buffer, undisturbed.buffer)
+
+
+def test_products_of_adapters_are_aggregated_exactly(tmp_path: Path) -> None:
+    """FedEx-LoRA: the model has tensors of the server's own, which silos get, use and never send."""
+    folder = tmp_path / "exact"
+    folder.mkdir()
+    config = {"max_steps": 3, "base_sha256": LEARNER.base_sha256()}
+    text = write_job(
+        "exact",
+        population="exact",
+        trainer="chat",
+        rounds=3,
+        selection={"goal": 2, "min_fraction": 1.0},
+        deadlines={"heartbeat_s": 0.2},
+        aggregation={"rule": "fedex_lora", "scaling": 2.0},
+        config=config,
+    )
+    with processes.server(tmp_path / "server") as server:
+        silos = [language_client.make_silo(server.ticket("exact"), folder / str(number), number) for number in (0, 1)]
+        with at_work(silos), server.admin() as admin:
+            job = deployment.submit_file(admin, folder, text, START)
+            deployment.completed(admin, job)
+            sizes = [each.update_bytes for each in admin.iter_assignments(job=job, round_=3)]
+            actual = deployment.exported(admin, job, folder)
+    assert sizes == [START.schema.file_size_bytes] * 2
+    rule = parse_job(text).aggregation.build()
+    expected, states = rule.requirements.extend(START), (ClientState(), ClientState())
+    data = [language_client.make_data(silo) for silo in (0, 1)]
+    trainers = [language_client.make_trainer(lambda task, examples=each: examples) for each in data]
+    for number in (1, 2, 3):
+        accumulator = Accumulator(expected.schema, rule)
+        for trainer, state in zip(trainers, states, strict=True):
+            task = Task(name="chat", parameters=expected.copy(), config=config, round=number, client_state=state)
+            result = trainer(task)
+            accumulator.fold(result.to_update(expected), Contribution(result.num_examples))
+        expected, _ = accumulator.finish(expected, {})
+    for name, array in expected.items():
+        assert "lora_A" in name or array.any()
+        np.testing.assert_allclose(actual[name], array, rtol=0, atol=1e-6 * np.abs(array).max())

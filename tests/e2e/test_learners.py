@@ -87,6 +87,21 @@ def own_trainer(client: int, folder: Path) -> TrainFunction:
     return LearnerTrainer(learner=Centroids(features=4, classes=3), data=(INPUTS[part], LABELS[part]))
 
 
+def huggingface_trainer(client: int, folder: Path) -> TrainFunction:
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    from fedplat.pytorch.huggingface import ArrayExamples
+    from fedplat_client.trainers.huggingface import HuggingFaceTrainer
+    from support import language
+
+    part = PARTS[client]
+    data = ArrayExamples((INPUTS[part], LABELS[part]), language.make_example)
+    arguments = {"per_device_train_batch_size": 4}
+    return HuggingFaceTrainer(
+        model=language.make_adapted, data=data, arguments=arguments, device="cpu", seed=seed_of(client)
+    )
+
+
 SKLEARN = 'learner = "sklearn"\nfeatures = 4\nclasses = 3\n'
 CASES: dict[str, tuple[str, dict[str, Any], Make]] = {
     "sgd": (
@@ -109,6 +124,12 @@ CASES: dict[str, tuple[str, dict[str, Any], Make]] = {
         {"epochs": 2, "batch_size": 8, "learning_rate": 0.01},
         lightning_trainer,
     ),
+    "huggingface": (
+        'learner = "huggingface"\nmodule = "support.language:make_adapted"\nexample = "support.language:make_example"\n'
+        "arguments = { per_device_train_batch_size = 4 }\n",
+        {"max_steps": 4, "learning_rate": 0.01, "keep_optimizer": True, "schedule": "job", "learning_rate_decay": 0.9},
+        huggingface_trainer,
+    ),
     "own": ('learner = "support.learners:Centroids"\nfeatures = 4\nclasses = 3\n', {}, own_trainer),
 }
 
@@ -130,6 +151,8 @@ def first_model(name: str, folder: Path, make: Make) -> Parameters:
         from fedplat import initial
 
         return initial.resolve("lit.py:initial", folder)
+    if name == "huggingface":
+        return make(0, folder)._learner.initial(3)  # type: ignore[attr-defined]
     return make(0, folder).learner.initial(3)  # pyright: ignore
 
 
@@ -139,6 +162,8 @@ def test_a_server_computes_what_the_simulation_did(server: processes.Server, tmp
     model, config, make = CASES[name]
     (tmp_path / "lit.py").write_text(LIT)
     start = first_model(name, tmp_path, make)
+    if name == "huggingface":
+        config = config | {"base_sha256": make(0, tmp_path)._learner.base_sha256()}  # type: ignore[attr-defined]
     clients = deployment.clients_of(server, "learners", tmp_path, NUM_CLIENTS)
     for number, client in enumerate(clients):
         client.add_trainer(name, make(number, tmp_path))

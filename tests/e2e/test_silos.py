@@ -59,8 +59,17 @@ def sharded(server: processes.Server, tmp_path_factory: pytest.TempPathFactory) 
         yield folder
 
 
+ON_A_BASE = Learner(model=layout_client.on_a_base, share="trained")
+
+
 def start_model(trainer: str) -> Parameters:
+    if trainer == "shared":
+        return ON_A_BASE.initial(1)
     return Learner(model=layout_client.small_module if "points" in trainer else Llama).initial(1)
+
+
+def config_of(trainer: str) -> dict[str, Any]:
+    return CONFIG | {"base_sha256": ON_A_BASE.base_sha256()} if trainer == "shared" else CONFIG
 
 
 def submitted(
@@ -74,7 +83,7 @@ def submitted(
 
 def completed(admin: AdminClient, folder: Path, population: str, trainer: str, **tables: Any) -> tuple[str, Parameters]:
     """A job that has come to its end, and its model."""
-    job = submitted(admin, folder, population, trainer, CONFIG, **tables)
+    job = submitted(admin, folder, population, trainer, config_of(trainer), **tables)
     deployment.completed(admin, job)
     return job, deployment.exported(admin, job, folder)
 
@@ -83,7 +92,7 @@ def of_one_process(name: str, trainer: TorchTrainer, attempts: Sequence[int] = (
     """The model after the attempts of the rounds that were committed, whose numbers are in the seeds of trainings."""
     expected = start_model(name)
     for number, attempt in enumerate(attempts, 1):
-        trainer(Task(name=name, parameters=expected, config=CONFIG, round=number, attempt=attempt))
+        trainer(Task(name=name, parameters=expected, config=config_of(name), round=number, attempt=attempt))
     return expected
 
 
@@ -96,9 +105,15 @@ def test_two_processes_are_one_client_and_learn_what_one_would(
     server: processes.Server, sharded: Path, tmp_path: Path
 ) -> None:
     with server.admin() as admin:
-        _, found = completed(admin, tmp_path, "sharded", "points")
+        for name, trainer in (  # with a base, it stays in both processes
+            ("points", layout_client.points_trainer("none")),
+            ("shared", layout_client.shared_trainer("none")),
+        ):
+            job, found = completed(admin, tmp_path, "sharded", name)
+            attempts = [each.attempt for each in admin.list_rounds(job)]  # the silo may join late
+            assert_close(found, of_one_process(name, trainer, attempts), atol=1e-6)
         assert len(admin.list_clients("sharded")) == 1
-    assert_close(found, of_one_process("points", layout_client.points_trainer("none")), atol=1e-6)
+    assert set(found) == {"2.weight", "2.bias"}
 
 
 def test_a_cancelled_job_ends_the_training_in_all_processes(

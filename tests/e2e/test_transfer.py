@@ -204,9 +204,9 @@ def downloads(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[str, int]
     noted: dict[str, list[tuple[str, int]]] = defaultdict(list)
     download = transfer.download
 
-    def counted(connection: Any, source: transfer.Source, part: Any, control: Any) -> None:
+    def counted(connection: Any, source: transfer.Source, part: Any, *others: Any) -> None:
         before = part.size
-        download(connection, source, part, control)
+        download(connection, source, part, *others)
         noted[threading.current_thread().name].append((source.digest, part.size - before))
 
     monkeypatch.setattr(transfer, "download", counted)

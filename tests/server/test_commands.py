@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
+import msgspec
 import pytest
 from cryptography import x509
 
@@ -23,6 +24,7 @@ from fedplat_server.cli.options import database_url, with_store
 from fedplat_server.config import ServerConfig, TlsFiles, is_postgres
 from fedplat_server.errors import ConfigError
 from fedplat_server.records.audit import AuditRow, OperatorRecord, hash_token
+from fedplat_server.storage import data_dir
 
 COMMAND = str(Path(sys.executable).parent / "fedplat-server")
 SECRETS = ("admin.toml", "pki/ca.key", "pki/server.key")
@@ -374,6 +376,31 @@ def test_a_folder_that_is_not_there_is_not_made_by_a_command_that_needs_it(run: 
     said = line_of(run(*command.split()), 2)
     assert f"set --data-dir to that of the daemon, or make it: fedplat-server init --data-dir {data}\n" in said
     assert not data.exists()
+
+
+@pytest.mark.slow
+def test_the_first_operators_profile_follows_the_authority(run: Run, data: Path) -> None:
+    run("init")
+    first = profile.load(data / "admin.toml")
+    for step in ([], ["--finish"]):
+        assert run("certificates", "rotate-ca", *step)[0] == 0
+        followed = profile.load(data / "admin.toml")
+        assert followed.ca.strip() == (data / "pki" / "ca.pem").read_text().strip()
+        assert (followed.server, followed.token) == (first.server, first.token)
+    assert first.ca.strip() not in followed.ca
+    own = msgspec.structs.replace(followed, ca=first.ca)
+    profile.save(own, data / "admin.toml", overwrite=True)
+    assert run("certificates", "rotate-ca")[0] == 0
+    assert profile.load(data / "admin.toml") == own  # it trusted something else
+
+
+@pytest.mark.slow
+def test_prune_beside_a_daemon_is_refused_as_a_failure_that_passes(run: Run, data: Path) -> None:
+    run("init")
+    with data_dir.lock_data_dir(data, shared=True):
+        said = line_of(run("prune", "--yes"), 1)
+    assert f"a fedplat-server is running on {data}" in said
+    assert run("prune", "--yes")[0] == 0
 
 
 def test_another_profile_has_the_address_of_the_first_one(run: Run, data: Path, tmp_path: Path) -> None:

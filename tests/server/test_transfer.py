@@ -181,6 +181,8 @@ async def test_downloads_from_any_offset(site: Site) -> None:
     digest = digest_of(content)
     for offset in (0, 1, len(content) - 1, len(content)):
         assert await client.download(digest, offset) == content[offset:]
+    for offset, length in ((0, 1), (1, 7), (len(content) - 1, 5), (5, 2**64 - 1)):
+        assert await client.download(digest, offset, length) == content[offset : offset + length]
     for offset in (len(content) + 1, 2**63, 2**64 - 1):
         assert (await refused(client.download(digest, offset)))[0] is grpc.StatusCode.OUT_OF_RANGE
 

@@ -210,6 +210,7 @@ def test_every_code_has_a_status_and_a_message() -> None:
         assert status is not grpc.StatusCode.OK
         refused = RefusedError(code, "because")
         assert code.message
+        assert refused.retry is None or "try again" not in code.message  # callers add when
         assert str(refused) == f"{code.message}: because"
         may_pass = status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
         assert refused.retry is not None or not may_pass

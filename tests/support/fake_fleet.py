@@ -44,6 +44,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServicer):
         self.retry = ""
         self.lost_replies: dict[str, int] = defaultdict(int)
         self.cut_downloads: list[int] = []
+        self.cut_ranges: dict[int, int] = {}  # by the offset of a download: after how many bytes it breaks, once
         self.cut_uploads: list[int] = []
         self.truncate_at_report: int | None = None
         self.receipts: list[fleet_pb2.ReportResponse] = []
@@ -55,6 +56,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServicer):
         self.requests: dict[str, list[Any]] = defaultdict(list)
         self.metadata: list[tuple[str, dict[str, str | bytes]]] = []
         self.sent_bytes: list[int] = []
+        self.downloading: list[str] = []  # the connection of each download
         self.received_bytes: list[int] = []
 
     @property
@@ -145,11 +147,14 @@ class FakeFleet(fleet_pb2_grpc.FleetServicer):
     def Download(self, request: fleet_pb2.DownloadRequest, context: Any) -> Iterator[model_pb2.Chunk]:
         self._enter("Download", request, context)
         content = self.models[request.digest]
-        end = min(self.cut_downloads.pop(0), len(content)) if self.cut_downloads else len(content)
+        self.downloading.append(context.peer())
+        whole = min(request.offset + request.length, len(content)) if request.length else len(content)
+        end = min(self.cut_downloads.pop(0), whole) if self.cut_downloads else whole
+        end = min(end, request.offset + self.cut_ranges.pop(request.offset, whole))
         self.sent_bytes.append(max(0, end - request.offset))
         for start in range(request.offset, end, PIECE):
             yield model_pb2.Chunk(data=content[start : min(start + PIECE, end)])
-        if end < len(content):
+        if end < whole:
             context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
 
     def Upload(self, request_iterator: Iterator[fleet_pb2.UploadRequest], context: Any) -> fleet_pb2.UploadResponse:

@@ -36,10 +36,16 @@ def make_gpt2(seed: int = 0) -> Any:
     return transformers.GPT2LMHeadModel(config)
 
 
-def with_adapters(base: Any, targets: tuple[str, ...] = ("q_proj", "v_proj"), rank: int = 4) -> Any:
+def with_adapters(
+    base: Any, targets: tuple[str, ...] = ("q_proj", "v_proj"), rank: int = 4, scaling: float = 2.0
+) -> Any:
     """Add LoRA to a model; `c_attn` is a layer of GPT-2, which stores its weights transposed."""
     config = LoraConfig(
-        r=rank, lora_alpha=8, target_modules=list(targets), fan_in_fan_out="c_attn" in targets, task_type="CAUSAL_LM"
+        r=rank,
+        lora_alpha=scaling * rank,  # type: ignore[arg-type]  # any number will do
+        target_modules=list(targets),
+        fan_in_fan_out="c_attn" in targets,
+        task_type="CAUSAL_LM",
     )
     return get_peft_model(base, config)
 
@@ -47,6 +53,12 @@ def with_adapters(base: Any, targets: tuple[str, ...] = ("q_proj", "v_proj"), ra
 def make_adapted() -> Any:
     """Return the Llama with adapters of 896 numbers."""
     return with_adapters(make_llama())
+
+
+def make_example(numbers: Any, label: Any) -> dict[str, torch.Tensor]:
+    """Make a text of some numbers and a class."""
+    tokens = torch.from_numpy(np.append(np.abs(10 * np.asarray(numbers)), label).astype(np.int64) % NUM_TOKENS)
+    return {"input_ids": tokens, "labels": tokens.clone()}
 
 
 class Text(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -57,6 +69,11 @@ class Text(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         steps, starts = rng.integers(1, 4, num_examples), rng.integers(0, NUM_TOKENS, num_examples)
         self.tokens = torch.from_numpy((starts[:, None] + steps[:, None] * np.arange(LENGTH)) % NUM_TOKENS)
         self.lengths = rng.integers(LENGTH // 2, LENGTH + 1, num_examples).tolist()
+
+    def arrays(self) -> tuple[Any, Any]:
+        """The tokens and their labels."""
+        examples = [self[index] for index in range(len(self))]
+        return tuple(torch.stack([each[name] for each in examples]).numpy() for name in ("input_ids", "labels"))  # type: ignore[return-value]
 
     def __len__(self) -> int:
         return len(self.lengths)

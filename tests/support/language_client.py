@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from fedplat_client import Client, Task
@@ -23,11 +24,20 @@ def make_silo(ticket: str, data_dir: Path, number: int, mark: Path | None = None
         if mark is not None and task.round == 3:
             mark.touch()
             threading.Event().wait()
-        return language.Text(24 + 8 * number, seed=number)
+        return make_data(number)
 
     client = Client.from_ticket(ticket, data_dir=data_dir)
-    client.add_trainer("chat", HuggingFaceTrainer(model=language.make_adapted, data=data, arguments=ARGUMENTS))
+    client.add_trainer("chat", make_trainer(data))
     return client
+
+
+def make_data(number: int) -> language.Text:
+    """The examples of a silo."""
+    return language.Text(24 + 8 * number, seed=number)
+
+
+def make_trainer(data: Callable[[Task], language.Text]) -> HuggingFaceTrainer:
+    return HuggingFaceTrainer(model=language.make_adapted, data=data, arguments=ARGUMENTS)
 
 
 if __name__ == "__main__":

@@ -55,8 +55,19 @@ def small_module() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
 
 
+def on_a_base() -> nn.Module:
+    torch.manual_seed(4)
+    module = small_module()
+    module[0].requires_grad_(False)  # type: ignore[index]
+    return module
+
+
 def points_trainer(parallel: Literal["none", "data"]) -> TorchTrainer:
     return TorchTrainer(model=small_module, data=points(), seed=5, parallel=parallel)
+
+
+def shared_trainer(parallel: Literal["none", "data"]) -> TorchTrainer:
+    return TorchTrainer(model=on_a_base, share="trained", data=points(), seed=5, parallel=parallel)
 
 
 def main() -> None:
@@ -74,6 +85,7 @@ def main() -> None:
         )
         client.add_trainer(name, failing)
     client.add_trainer("points", points_trainer("data"))
+    client.add_trainer("shared", shared_trainer("data"))
     client.add_trainer(
         "shaky-points", TorchTrainer(model=small_module, data=points(), loss=shaky_loss, parallel="data")
     )

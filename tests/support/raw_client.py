@@ -167,8 +167,8 @@ class RawClient(Signing):
         assert response.HasField("refusal"), response
         return response.refusal
 
-    async def download(self, digest: str, offset: int = 0) -> bytes:
-        request = fleet_pb2.DownloadRequest(digest=digest, offset=offset)
+    async def download(self, digest: str, offset: int = 0, length: int = 0) -> bytes:
+        request = fleet_pb2.DownloadRequest(digest=digest, offset=offset, length=length)
 
         async def whole() -> bytes:
             call = self.stub.Download(request, metadata=self.signed("Download", request))

@@ -7,7 +7,12 @@ from collections.abc import Mapping
 from fedplat.aggregate import Rule, RuleOptions
 from fedplat.config.plugins import BUILTIN
 
-NEEDED: Mapping[str, Mapping[str, int]] = {"scaffold": {"num_clients": 10}, "feddyn": {"num_clients": 10}}
+NEEDED: Mapping[str, Mapping[str, float]] = {
+    "scaffold": {"num_clients": 10},
+    "feddyn": {"num_clients": 10},
+    "fedex_lora": {"scaling": 2.0},
+    "flora": {"scaling": 2.0},
+}
 
 
 def make_rule(name: str) -> Rule:

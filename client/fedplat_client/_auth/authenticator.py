@@ -173,9 +173,23 @@ class Connection:
     they fail.
     """
 
-    def __init__(self, access: Access, call_timeout_s: float) -> None:
+    def __init__(
+        self, access: Access, call_timeout_s: float, connect: Callable[[], grpc.Channel] | None = None
+    ) -> None:
+        """`connect` opens one more channel to the server, on which the same credentials are valid."""
         self._access = access
         self._timeout_s = call_timeout_s
+        self._connect = connect
+
+    @property
+    def can_dial(self) -> bool:
+        """True if `dial` may be called."""
+        return self._connect is not None
+
+    def dial(self) -> grpc.Channel:
+        """Open one more connection to the server, for `download`."""
+        assert self._connect is not None
+        return self._connect()
 
     def check_in(self, request: fleet_pb2.CheckInRequest, signal: StopSignal) -> fleet_pb2.CheckInResponse:
         """Wait for an assignment, at most `request.wait_s`."""
@@ -212,12 +226,21 @@ class Connection:
         self._call(_FAIL, request, StopSignal(), min(timeout_s, self._timeout_s))
 
     def download(
-        self, request: fleet_pb2.DownloadRequest, timeout_s: float, signal: StopSignal
+        self,
+        request: fleet_pb2.DownloadRequest,
+        timeout_s: float,
+        signal: StopSignal,
+        channel: grpc.Channel | None = None,
     ) -> Generator[messages.Bytes]:
-        """Yield the bytes of a model from an offset on, in pieces. Close the iterator to stop early."""
+        """Yield the bytes of a model from an offset on, in pieces. Close the iterator to stop early.
+
+        `channel` is one of `dial`.
+        """
         data = request.SerializeToString()
         used = self._access.authenticate(_DOWNLOAD.path, data, signal)
-        call = _DOWNLOAD.start_receiving(used.channel, data, timeout_s, used.metadata + spans.current_metadata())
+        call = _DOWNLOAD.start_receiving(
+            channel or used.channel, data, timeout_s, used.metadata + spans.current_metadata()
+        )
         try:
             with signal.attach(call.cancel):
                 yield from call

@@ -1,4 +1,8 @@
-"""The model cache: models by the digest of their content, in a folder of limited size, the least recently used go."""
+"""The model cache: models by the digest of their content, in a folder of limited size, the least recently used go.
+
+A version that a job downloads is written over the file of one that the job no longer needs, since writing to pages
+that the system has in memory costs less than new ones.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +11,36 @@ import errno
 import functools
 import hashlib
 import logging
+import mmap
 import os
 import re
+import struct
+import weakref
 from collections.abc import Callable, Collection, Generator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
+import numpy as np
+
+from fedplat import forks
+from fedplat.model import Parameters
 from fedplat.wire import digests, messages
 from fedplat_client.errors import TransferError
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _READ_BYTES = 1 << 20
+_MARK = struct.Struct("<8sQ")
+_MARK_NAME = b"received"
+"""The mark at the end of a recycled file, in which old bytes follow the received ones: this name, and their number."""
 _logger = logging.getLogger(__name__)
 
 
 class PartialDownload:
-    """An unfinished download: a growing file and the hash of its content. Close it after use."""
+    """An unfinished download: its file, and the number and the hash of its bytes so far. Close it after use.
+
+    The file grows with the download, or has its final size already if it is a recycled one.
+    """
 
     def __init__(self, path: Path, give_way: GiveWay, kind: str = "") -> None:
         """`kind` is that of the digest (`fedplat.wire.digests`)."""
@@ -30,10 +48,11 @@ class PartialDownload:
         self.size = 0
         self._give_way = give_way
         self._hash = digests.UpdateHash(kind)
-        self._file = path.open("a+b", buffering=0)
-        self._file.seek(0)
-        while read := self._file.read(_READ_BYTES):  # bytes from an earlier process
-            self._count(read)
+        path.touch()
+        self._file = path.open("r+b", buffering=0)
+        num_received, self._mark_at = _read_mark(self._file.fileno())
+        while self.size < num_received and (read := self._file.read(min(_READ_BYTES, num_received - self.size))):
+            self._count(read)  # bytes from an earlier process
 
     @property
     def digest(self) -> str:
@@ -46,12 +65,19 @@ class PartialDownload:
         while rest:
             rest = rest[write_bounded(functools.partial(self._file.write, rest), self._give_way) :]
         self._count(data)
+        if (start := self._mark_at) is not None:  # after the bytes, which a process that is killed here receives again
+            write_bounded(lambda: _write_mark(self._file.fileno(), start, self.size), self._give_way)
 
     def restart(self) -> None:
         """Delete the content."""
         self._file.truncate(0)
-        self.size = 0
+        self._file.seek(0)
+        self.size, self._mark_at = 0, None
         self._hash = digests.UpdateHash(self._hash.kind)
+
+    def finish(self) -> None:
+        """Cut off what follows the received bytes in a recycled file."""
+        self._file.truncate(self.size)
 
     def close(self) -> None:
         """Close the file; its content is kept."""
@@ -60,6 +86,20 @@ class PartialDownload:
     def _count(self, data: messages.Bytes) -> None:
         self._hash.update(data)
         self.size += len(data)
+
+
+@dataclass(eq=False)
+class _UsedVersion:
+    """A version that this process has mapped for a job. Its file must not change while a map of it exists."""
+
+    digest: str
+    num_forks: int
+    maps: list[weakref.ref[mmap.mmap]]
+
+    @property
+    def is_mapped(self) -> bool:
+        """True if there is a map, or may be one in a child that was forked since the first one was made."""
+        return forks.count() > self.num_forks or any(each() is not None for each in self.maps)
 
 
 class ModelCache:
@@ -78,6 +118,7 @@ class ModelCache:
         self._limit_bytes = limit_bytes
         self._evicts = evicts
         self._in_use: tuple[str, ...] = ()
+        self._used: dict[str, list[_UsedVersion]] = {}  # by job, the last one used for the first time at the end
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def find(self, digest: str) -> Path | None:
@@ -93,6 +134,40 @@ class ModelCache:
             return None
         self._in_use = (digest,)
         return path
+
+    def note_use(self, job_id: str, digest: str, *models: Parameters) -> None:
+        """Note that a job uses a version, with the models that map its file."""
+        self._used = {
+            job: found
+            for job, versions in self._used.items()
+            if (found := [each for each in versions if self._path(each.digest, "safetensors").exists()])
+        }
+        versions = self._used.setdefault(job_id, [])
+        version = next((each for each in versions if each.digest == digest), None)
+        if version is None:
+            version = _UsedVersion(digest, forks.count(), [])
+            versions.append(version)
+        maps = [found for model in models if (found := _find_map(model)) is not None]
+        version.maps = [each for each in version.maps if each() is not None] + [weakref.ref(each) for each in maps]
+
+    def recycle(self, job_id: str, digest: str, size_bytes: int, *needed: str) -> None:
+        """Make the file of an older version of a job that of its next download, which overwrites it.
+
+        Not if the download has begun already, and not a version that is `needed`, used by another job, or mapped. The
+        file has the same size, and no second name, such as in a copy of the folder with hard links.
+        """
+        part = self._path(digest, "part")
+        if part.exists():
+            return
+        others = {each.digest for job, versions in self._used.items() if job != job_id for each in versions}
+        for version in self._used.get(job_id, ()):
+            path = self._path(version.digest, "safetensors")
+            if version.digest in {digest, *needed} | others or version.is_mapped:
+                continue
+            with contextlib.suppress(OSError):  # for example evicted, or made read-only
+                if _mark_recycled(path, size_bytes):
+                    path.replace(part)
+                    return
 
     @contextlib.contextmanager
     def part(self, digest: str, checked: str = "") -> Generator[PartialDownload]:
@@ -123,6 +198,7 @@ class ModelCache:
         download, if its content has another digest than this one, or than `checked` if that is not empty.
         """
         self.check(part, checked or digest)
+        part.finish()
         return part.path.replace(self._path(digest, "safetensors"))
 
     def check(self, part: PartialDownload, digest: str) -> None:
@@ -143,6 +219,42 @@ class ModelCache:
 def _digest_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _find_map(model: Parameters) -> mmap.mmap | None:
+    """Return the map that a model is in, which lives as long as any array or tensor with the model's memory."""
+    owner: Any = model.buffer
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    return owner if isinstance(owner, mmap.mmap) else None
+
+
+def _mark_recycled(path: Path, size_bytes: int) -> bool:
+    """Mark a model's file as one of which nothing was received; return False if it is not suitable."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        found = os.fstat(descriptor)
+        is_suitable = found.st_size == size_bytes and found.st_nlink == 1
+        if is_suitable:
+            _write_mark(descriptor, size_bytes, 0)
+        return is_suitable
+    finally:
+        os.close(descriptor)
+
+
+def _write_mark(descriptor: int, start: int, num_received: int) -> None:
+    os.pwrite(descriptor, _MARK.pack(_MARK_NAME, num_received), start)
+
+
+def _read_mark(descriptor: int) -> tuple[int, int | None]:
+    """Return the number of received bytes of an unfinished download, and the position of the mark if it has one."""
+    size = os.fstat(descriptor).st_size
+    start = size - _MARK.size
+    if start >= 0:
+        name, num_received = _MARK.unpack(os.pread(descriptor, _MARK.size, start))
+        if name == _MARK_NAME and num_received <= start:
+            return num_received, start
+    return size, None
 
 
 def _log_eviction(path: Path, size_bytes: int) -> None:

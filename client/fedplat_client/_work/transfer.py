@@ -27,7 +27,7 @@ from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import backoff, cancellation, errors, task
 from fedplat_client._auth.authenticator import Connection
 from fedplat_client._state.model_cache import ModelCache, PartialDownload
-from fedplat_client._work import heartbeat
+from fedplat_client._work import heartbeat, ranges
 from fedplat_client._work.content import Outgoing, StreamedUpdate
 from fedplat_client.task import Control
 
@@ -41,18 +41,28 @@ _INVALID = "INVALID_ARGUMENT"
 _OFFSET_REFUSED = frozenset({"OUT_OF_RANGE", "FAILED_PRECONDITION", "ALREADY_EXISTS"})
 
 
-def download(connection: Connection, model: Source, part: PartialDownload, control: task.Control) -> None:
+def download(
+    connection: Connection, model: Source, part: PartialDownload, control: task.Control, max_streams: int = 1
+) -> None:
     """Complete a partial download, which contains the beginning of a model or of a delta, or nothing yet.
 
-    Raises `TransferError`, `IdentityError`, or `Cancelled` if the task is stopped.
+    A slow one continues over up to `max_streams` connections, if the client may open them. Raises `TransferError`,
+    `IdentityError`, or `Cancelled` if the task is stopped.
     """
     patience = _Patience(control, "the download of the model")
     if part.size > model.size_bytes:
         part.restart()
+    streams = ranges.StreamCount(max_streams if connection.can_dial else 1, control.options.clock)
+    streams.restart(part.size)
     while (num_received := part.size) < model.size_bytes:
         retry = None
         try:
-            _append(connection, model, part, control)
+            if streams.number > 1:
+                ranges.RangedDownload(connection, model, part, control, streams).run(patience.wait_after_break)
+                continue
+            _append(connection, model, part, control, streams)
+            if streams.number > 1:
+                continue
             error = "the stream ended early"
         except errors.ServerUnavailableError as exc:
             error, retry = str(exc), exc.retry
@@ -136,7 +146,7 @@ class _Upload:
         )
         control = self.control
         parts = self.content.split(offset, control.options.clock)
-        return self.connection.upload(header, parts, _limit_timeout(control.remaining_s), control.signal)
+        return self.connection.upload(header, parts, control.call_timeout_s, control.signal)
 
     def _query(self, error: str) -> tuple[int | None, str]:
         """Return the number of bytes that the server has, or None if it is not known; and the last error."""
@@ -190,14 +200,20 @@ class _Patience:
         self._control.wait(self._backoff.next_s(retry))
 
 
-def _append(connection: Connection, model: Source, part: PartialDownload, control: task.Control) -> None:
+def _append(
+    connection: Connection, model: Source, part: PartialDownload, control: task.Control, streams: ranges.StreamCount
+) -> None:
+    """Append what one stream sends, to its end or until several streams are tried."""
     request = fleet_pb2.DownloadRequest(digest=model.digest, offset=part.size)
-    received = connection.download(request, _limit_timeout(control.remaining_s), control.signal)
+    received = connection.download(request, control.call_timeout_s, control.signal)
     with contextlib.closing(received):
         for data in received:
             if part.size + len(data) > model.size_bytes:
                 raise errors.TransferError(f"the server sends more than the {model.size_bytes} bytes that it announced")
             part.write(data)
+            streams.note(part.size, model.size_bytes - part.size)
+            if streams.number > 1:
+                return
 
 
 def _stop_if_ended(exc: errors.CallRefusedError, receiver: str, control: task.Control) -> None:
@@ -205,11 +221,6 @@ def _stop_if_ended(exc: errors.CallRefusedError, receiver: str, control: task.Co
     if isinstance(exc, errors.AssignmentEndedError) and not receiver:
         control.signal.set(cancellation.read_end(exc.text))
         control.signal.check()
-
-
-def _limit_timeout(timeout_s: float) -> float:
-    """Limit a timeout to what gRPC accepts; after the deadline, the call fails with DEADLINE_EXCEEDED."""
-    return min(max(timeout_s, 0.001), 7 * 86_400.0)
 
 
 _logger = logging.getLogger(__name__)
@@ -247,8 +258,10 @@ class Downloader:
             return DownloadedModel(base, base.copy())
         path = self.cache.find(model.digest)
         if path is None and assignment.HasField("delta"):
-            path = self._download_delta(model, assignment.delta, control)
-        return DownloadedModel.open(path) if path is not None else self._download_full(model, control)
+            path = self._download_delta(assignment, control)
+        if path is None:
+            return self._download_full(assignment, control)
+        return self._open(path, assignment)
 
     def load(self, assignment: fleet_pb2.Assignment, control: Control) -> DownloadedModel:
         """Return the model of an assignment. Raises `AssignmentFailedError` if it cannot be loaded."""
@@ -260,32 +273,40 @@ class Downloader:
                 model_pb2.REASON_TRANSFER_FAILED, f"the model could not be loaded: {exc}"
             ) from exc
 
-    def _download_full(self, model: model_pb2.ModelRef, control: Control) -> DownloadedModel:
+    def _open(self, path: Path, assignment: fleet_pb2.Assignment) -> DownloadedModel:
+        downloaded = DownloadedModel.open(path)
+        self.cache.note_use(assignment.job_id, assignment.model.digest, *downloaded)
+        return downloaded
+
+    def _download_full(self, assignment: fleet_pb2.Assignment, control: Control) -> DownloadedModel:
         """Download the model; one that exceeds the cache limit, or is used once, is not kept."""
+        model = assignment.model
         if model.size_bytes > self.max_model_bytes:
             raise errors.TransferError(
                 f"the server's model has {model.size_bytes} bytes; this client accepts at most "
                 f"{self.max_model_bytes}. Raise max_model_bytes to train larger models"
             )
+        self.cache.recycle(assignment.job_id, model.digest, model.size_bytes)
         is_kept = self.cache.make_room(model.size_bytes, model.digest)
         checked = model.blake3 if digests.is_digest(model.blake3) and digests.has_blake3() else ""
         with self.cache.part(model.digest, checked) as part:
-            download(self.connection, model, part, control)
+            download(self.connection, model, part, control, assignment.max_downloads)
             path = self.cache.admit(part, model.digest, checked)
-        downloaded = DownloadedModel.open(path)
+        downloaded = self._open(path, assignment)
         if not is_kept or MESSAGE_KEY in downloaded.base:  # a message of a Flower app is for one task only
             path.unlink()  # the open file stays readable
         return downloaded
 
-    def _download_delta(self, model: model_pb2.ModelRef, delta: fleet_pb2.ModelDelta, control: Control) -> Path | None:
+    def _download_delta(self, assignment: fleet_pb2.Assignment, control: Control) -> Path | None:
         """Return the model's file, made from a delta; log why and return None if the delta cannot be used."""
+        model, delta = assignment.model, assignment.delta
         fields = {"version": model.version}
         try:
             base = self.cache.find(delta.base_digest)
             if base is None:
                 _logger.info("The delta's base is not in the cache; downloading the full model.", extra=fields)
                 return None
-            path = self._rebuild(model, delta, base, control)
+            path = self._rebuild(assignment, base, control)
         except (errors.TransferError, ModelError, CodecError, PluginError, UserCodeError, OSError) as exc:
             control.signal.check()
             _logger.warning("The delta cannot be used; downloading the full model: %s", exc, extra=fields)
@@ -293,9 +314,8 @@ class Downloader:
         _logger.info("Built the model from a delta.", extra={**fields, "size_bytes": delta.size_bytes})
         return path
 
-    def _rebuild(
-        self, model: model_pb2.ModelRef, delta: fleet_pb2.ModelDelta, base_path: Path, control: Control
-    ) -> Path:
+    def _rebuild(self, assignment: fleet_pb2.Assignment, base_path: Path, control: Control) -> Path:
+        model, delta = assignment.model, assignment.delta
         base = ModelFile.open(base_path)
         size_bytes = base.schema.file_size_bytes
         if model.size_bytes != size_bytes or delta.size_bytes >= size_bytes:
@@ -304,6 +324,7 @@ class Downloader:
                 "bytes; expected a base and a model of equal size, and a smaller delta"
             )
         format = Format(options_from_text(delta.codec, self.plugins), base.schema)
+        self.cache.recycle(assignment.job_id, model.digest, size_bytes, delta.base_digest)
         if not self.cache.make_room(2 * size_bytes + delta.size_bytes, model.digest, delta.digest, delta.base_digest):
             raise errors.TransferError("cache_limit_bytes is too small for the model, its base and the delta together")
         with self.cache.part(delta.digest) as part:
@@ -321,7 +342,8 @@ class Downloader:
             return step.read_carried(run) if base.schema.carry == "max" else read_base_values(read, run)
 
         with self.cache.part(model.digest) as part:
-            part.restart()
+            if part.size:  # of a full download
+                part.restart()
             try:
                 part.write(base.schema.header)
                 for placed in apply_step(base, iter(step.to_blocks()), read):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from fedplat import errors, extras
+from fedplat.learner import Round, config_of_round
 from fedplat_client.task import EvaluateResult, Task, TrainResult
+from fedplat_client.trainers.learner import Seed, seed_of
 from fedplat_client.trainers.pace import StepClock
 
 try:
@@ -21,9 +20,7 @@ try:
         HuggingFaceConfig,
         HuggingFaceLearner,
         MakeTrainer,
-        Round,
     )
-    from fedplat.pytorch.training import IdleTrainees, Trainee, choose_device
 except errors.MissingExtraError as exc:
     raise errors.MissingExtraError(
         "HuggingFaceTrainer needs transformers, which is not installed; install it with: "
@@ -31,8 +28,6 @@ except errors.MissingExtraError as exc:
     ) from exc
 
 Data: TypeAlias = Dataset | Callable[[Task], Dataset]
-_EVALUATION_BATCH_SIZE = 8
-"""Logits of a language model are large: 8 x 512 x 128,000 numbers are 2 GB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,42 +57,43 @@ class HuggingFaceTrainer:
     """Makes another Trainer from the model, the arguments, the dataset and a list of callbacks."""
     personal: tuple[str, ...] = ()
     """Names of trained tensors that stay on the client, such as "*lora_B*"."""
+    tokenizer: Any = None
+    """The tokenizer of the data, whose digest (`tokenizer_sha256`) jobs then state in their `[config]`."""
     device: str = "auto"
     """A PyTorch device; "auto" is CUDA if available, else the CPU."""
-    seed: int = 0
-    """Seeds all randomness."""
-    _idle: IdleTrainees = field(default_factory=IdleTrainees, init=False, repr=False, compare=False)
+    seed: Seed = 0
+    """Seeds all randomness; or a function of the task that returns the seed of its training. The order of examples
+    follows from the seed of the client's first round."""
 
     def __call__(self, task: Task) -> TrainResult:
         """Train for `config["max_steps"]` steps or `config["epochs"]` epochs.
 
         With `config["partial_work"]` the training ends before its deadline, and its steps until then count.
         """
-        options = HuggingFaceConfig.read(task.config)
-        seeds = np.random.SeedSequence([self.seed, task.round, task.attempt])
+        options = HuggingFaceConfig.read(config_of_round(task.config, task.round))
         this = Round(
             number=task.round,
             num_rounds=task.num_rounds,
-            seed=int(seeds.generate_state(1)[0]),
-            order_seed=self.seed,
+            seed=seed_of(task, self.seed),
             client_state=task.client_state,
         )
         after_step = StepClock(task, options.partial_work).after_step
-        with self._borrow_model(options) as model:
-            count, metrics = self._learner.train(model, task.parameters, self._data(task), options, this, after_step)
+        with self._learner.borrow(options) as model:
+            count, metrics = self._learner.train_trainee(
+                model, task.parameters, self._data(task), options, this, after_step
+            )
         return TrainResult(parameters=task.parameters, num_examples=count, metrics=metrics)
 
     def evaluate(self, task: Task) -> EvaluateResult:
         """Measure the task's parameters on the dataset, without training: `loss` and `accuracy`, means over tokens."""
         options = HuggingFaceConfig.read(task.config)
-        size = options.batch_size or _EVALUATION_BATCH_SIZE
-        with self._borrow_model(options) as model:
-            count, metrics = self._learner.evaluate(
-                model, task.parameters, self._data(task), size, task.client_state, task.progress
+        with self._learner.borrow(options) as model:
+            count, metrics = self._learner.evaluate_trainee(
+                model, task.parameters, self._data(task), options, task.client_state, task.progress
             )
         return EvaluateResult(num_examples=count, metrics=metrics)
 
-    @property
+    @functools.cached_property
     def _learner(self) -> HuggingFaceLearner:
         return HuggingFaceLearner(
             model=self.model,
@@ -105,11 +101,9 @@ class HuggingFaceTrainer:
             arguments=self.arguments,
             trainer=self.trainer,
             personal=self.personal,
+            device=self.device,
+            tokenizer=self.tokenizer,
         )
-
-    def _borrow_model(self, options: HuggingFaceConfig) -> AbstractContextManager[Trainee]:
-        make = functools.partial(self._learner.make_trainee, choose_device(self.device), self.seed)
-        return self._idle.borrow(make, options.base_sha256)
 
     def _data(self, task: Task) -> Dataset:
         return self.data(task) if callable(self.data) else self.data

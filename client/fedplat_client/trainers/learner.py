@@ -61,14 +61,14 @@ def train(
     check_config(learner, task.config)
     task.progress(0.0)
     config = config_of_round(task.config, task.round)
-    number = _seed_of(task, seed)
+    number = seed_of(task, seed)
     with contextlib.nullcontext() if seeds_itself else use_seeds(number):
         metrics = learner.train(task.parameters, data, config, number, **options)
     task.progress(1.0)
     return metrics
 
 
-def _seed_of(task: Task, seed: Seed) -> int:
+def seed_of(task: Task, seed: Seed) -> int:
     """Return the seed of a training: a new one for each round and attempt."""
     if callable(seed):
         return seed(task)

@@ -108,7 +108,7 @@ class _Sampled:
 
     def __init__(self, module: nn.Module, losses: Loss, kind: Clipping, max_norm: float) -> None:
         self.hooks = GradSampleHooks(module, loss_reduction="sum")
-        self._module, self._losses = module, losses
+        self._module, self._losses, self._check = module, losses, _NonzeroCheck(module)
         parameters = [each for each in module.parameters() if each.requires_grad]
         if kind == "flat":
             self._optimizer = _optimizer(DPOptimizer, parameters, max_norm)
@@ -119,6 +119,8 @@ class _Sampled:
     def add(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         self._losses(_forward(self._module, inputs), targets).sum().backward()
         samples = [_sample(self._module, each, len(inputs)) for each in self._optimizer.params]
+        for parameter, sample in zip(self._optimizer.params, samples, strict=True):
+            self._check.see(parameter, sample)
         usable = torch.stack([each.flatten(1).isfinite().all(1) for each in samples]).all(0)
         if not usable.all():
             for sample in samples:
@@ -145,7 +147,7 @@ class _Ghost:
             loss_reduction="sum",
             max_grad_norm=max_norm,  # pyright: ignore[reportArgumentType]  # Opacus annotates it with the type of its default, an int
         )
-        self._module, self._losses = module, losses
+        self._module, self._losses, self._check = module, losses, _NonzeroCheck(module)
         self._parameters = [each for each in module.parameters() if each.requires_grad]
         self._sums = _zeros(self._parameters)
 
@@ -177,12 +179,35 @@ class _Ghost:
         self.hooks.enable_hooks()
         for total, each in zip(self._sums, self._parameters, strict=True):
             assert each.grad is not None
+            self._check.see(each, cast(Any, each)._norm_sample)
             total.add_(each.grad)
             each.grad = None
 
     def take(self) -> list[torch.Tensor]:
         sums, self._sums = self._sums, _zeros(self._parameters)
         return sums
+
+
+class _NonzeroCheck:
+    """Compares gradients of single examples, or their norms, with those of PyTorch until neither is zero.
+
+    Opacus finds no gradient of single examples for a weight that it has not hooked (opacus issue 820), and with zeros a
+    weight would keep its value, or be clipped by too small a norm, without an error.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._open = {parameter: name for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+    def see(self, parameter: nn.Parameter, of_examples: torch.Tensor) -> None:
+        """Compare those of a batch. Raises `ModelError` if those of the examples are missing."""
+        if parameter not in self._open or parameter.grad is None or not parameter.grad.any():
+            return  # the factor A of an adapter has no gradient while B is zero
+        name = self._open.pop(parameter)
+        if not of_examples.any():
+            raise ModelError(
+                f"the gradient of the parameter {name!r} is not zero, but Opacus computes zeros for all single "
+                "examples; expected a layer that Opacus supports"
+            )
 
 
 def _optimizer(kind: type[Any], parameters: list[nn.Parameter], max_norm: float | list[float]) -> Any:

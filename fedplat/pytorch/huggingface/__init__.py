@@ -6,15 +6,22 @@ order of its examples, the optimizer and the learning rate's schedule continue w
 
 from __future__ import annotations
 
-from fedplat.pytorch.huggingface.learner import Collator, Dataset, HuggingFaceLearner, MakeTrainer
-from fedplat.pytorch.huggingface.run import AfterStep, HuggingFaceConfig, Round
+from fedplat.pytorch.huggingface.causal_lm import causal_lm
+from fedplat.pytorch.huggingface.data import ArrayExamples, Collator, Dataset, MakeExample, make_causal_example
+from fedplat.pytorch.huggingface.learner import HuggingFaceLearner, MakeTrainer
+from fedplat.pytorch.huggingface.run import AfterStep, HuggingFaceConfig
+from fedplat.pytorch.huggingface.tokenizers import tokenizer_sha256
 
 __all__ = [
     "AfterStep",
+    "ArrayExamples",
     "Collator",
     "Dataset",
     "HuggingFaceConfig",
     "HuggingFaceLearner",
+    "MakeExample",
     "MakeTrainer",
-    "Round",
+    "causal_lm",
+    "make_causal_example",
+    "tokenizer_sha256",
 ]

@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils.data import Subset
 
 from fedplat.client_state import ClientState
-from fedplat.errors import DataError, ModelError
+from fedplat.errors import ModelError
+from fedplat.learner import Config, Data, Round
 from fedplat.model import Parameters
 from fedplat.pytorch import training
-from fedplat.pytorch.huggingface.run import (
-    AfterStep,
-    HuggingFaceConfig,
-    Plan,
-    Round,
-    Run,
-    make_callback,
-    quiet,
-    transformers,
+from fedplat.pytorch.huggingface.data import (
+    ArrayExamples,
+    Collator,
+    Dataset,
+    MakeExample,
+    count_examples,
+    make_causal_example,
+    take,
 )
+from fedplat.pytorch.huggingface.run import AfterStep, HuggingFaceConfig, Plan, Run, make_callback, quiet, transformers
 from fedplat.pytorch.huggingface.scores import Scores
+from fedplat.pytorch.huggingface.tokenizers import check_tokenizer
 
-Dataset: TypeAlias = Any
-"""A map-style dataset of PyTorch or of the package `datasets`, whose examples the Trainer or the collator takes."""
-Collator: TypeAlias = Callable[[list[Any]], Mapping[str, torch.Tensor]]
 MakeTrainer: TypeAlias = Callable[[Any, Any, Any, list[Any]], Any]
 """Returns a Trainer for a model, `TrainingArguments`, a dataset and callbacks."""
 
+_EVALUATION_BATCH_SIZE = 8
+"""Logits of a language model are large: 8 x 512 x 128,000 numbers are 2 GB."""
 _RUNS = threading.Lock()
 """Accelerate's state and the generators, which also draw new weights, belong to the process."""
 _OWN: Mapping[str, Any] = {
@@ -61,6 +63,15 @@ class HuggingFaceLearner:
     trainer: MakeTrainer | None = None
     """Makes a Trainer of another class, such as one of TRL."""
     personal: tuple[str, ...] = ()
+    """Names of trained tensors that stay on the client, such as "*lora_B*"."""
+    device: str = "cpu"
+    """A PyTorch device; "auto" is CUDA if available, else the CPU."""
+    example: MakeExample = make_causal_example
+    """Makes an example of a row of inputs and one of targets, for data in arrays; by default they are the tokens and
+    their labels. The rows may also be numbers of examples that are elsewhere."""
+    tokenizer: Any = None
+    """Its digest has to be that of the job's `[config]`, if there is a tokenizer."""
+    _idle: training.IdleTrainees = field(default_factory=training.IdleTrainees, init=False, repr=False, compare=False)
 
     @property
     def _learner(self) -> training.Learner:
@@ -68,20 +79,59 @@ class HuggingFaceLearner:
 
     def initial(self, seed: int = 0) -> Parameters:
         """Return the initial model of a job: the trained tensors."""
-        with _RUNS:
+        with _RUNS, _explain_errors():
             return self._learner.initial(seed)
 
     def base_sha256(self) -> str:
         """Return the SHA-256 of the base, which a job has in its `[config]`."""
-        with _RUNS:
+        with _RUNS, _explain_errors():
             return self._learner.base_sha256()
 
-    def make_trainee(self, device: torch.device, seed: int = 0) -> training.Trainee:
-        """Return the model, to be trained repeatedly."""
-        with _RUNS:
-            return training.Trainee(self._learner, device, seed)
+    def check_config(self, config: Config) -> None:
+        """Raise `JobFileError` for an invalid value of a key that a training reads."""
+        HuggingFaceConfig.read(config)
 
-    def train(
+    def train(self, parameters: Parameters, data: Data, config: Config, seed: int) -> dict[str, float]:
+        """Train the model in place on rows of arrays, without client state; return `loss` and `local_steps`."""
+        this = Round(number=1, num_rounds=0, seed=seed, client_state=ClientState())
+        return self.train_round(parameters, data, config, this)[1]
+
+    def train_round(
+        self, parameters: Parameters, data: Data, config: Config, this: Round
+    ) -> tuple[float, dict[str, float]]:
+        """Train the model in place on rows of arrays; return the number of trained tokens, and the metrics."""
+        options = HuggingFaceConfig.read(config)
+        with self.borrow(options, is_required=False) as trainee:
+            return self.train_trainee(trainee, parameters, ArrayExamples(data, self.example), options, this)
+
+    def evaluate(self, parameters: Parameters, data: Data) -> dict[str, float]:
+        """Return the scores of a model on rows of arrays, without training."""
+        return self.score(parameters, data, {}, ClientState())[1]
+
+    def score(
+        self, parameters: Parameters, data: Data, config: Config, client_state: ClientState
+    ) -> tuple[float, dict[str, float]]:
+        """Return the number of tokens that count in rows of arrays, and the scores of a model on them."""
+        options = HuggingFaceConfig.read(config)
+        with self.borrow(options, is_required=False) as trainee:
+            examples = ArrayExamples(data, self.example)
+            return self.evaluate_trainee(trainee, parameters, examples, options, client_state)
+
+    def borrow(
+        self, options: HuggingFaceConfig, *, is_required: bool = True
+    ) -> AbstractContextManager[training.Trainee]:
+        """Give the block the model, which is made once. Raises `ModelError` if it or the tokenizer is not the job's.
+
+        A job has to state the base, and the tokenizer of a learner with one, if that `is_required`.
+        """
+        check_tokenizer(self.tokenizer, options.tokenizer_sha256, is_required=is_required)
+        return self._idle.borrow(self._make_trainee, options.base_sha256, is_required=is_required)
+
+    def _make_trainee(self) -> training.Trainee:
+        with _RUNS, _explain_errors():
+            return training.Trainee(self._learner, training.choose_device(self.device))
+
+    def train_trainee(
         self,
         trainee: training.Trainee,
         parameters: Parameters,
@@ -95,7 +145,8 @@ class HuggingFaceLearner:
         It is the number of examples for data without labels. `loss` is the mean over the tokens of the round. Raises
         `DataError`, `JobFileError`, `ModelError`, and what the model and the Trainer raise.
         """
-        with _RUNS, tempfile.TemporaryDirectory() as folder, training.use_seed(trainee.device, this.seed):
+        turn = trainee.train_in_turn(options.alternate, this.number)
+        with _RUNS, tempfile.TemporaryDirectory() as folder, training.use_seed(trainee.device, this.seed), turn:
             trainee.load(parameters, this.client_state)
             arguments = self._make_arguments(options, this, trainee.device, folder)
             plan = Plan.of(count_examples(data), arguments, options, this)
@@ -109,23 +160,28 @@ class HuggingFaceLearner:
             finally:
                 trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
                 trainee.forget()
-            run.finish(trainer)
-            trainee.save(parameters, this.client_state)
-        if not parameters.is_finite():
-            raise ModelError("the training has diverged: the model has NaN or infinite values")
-        return run.scores.count or float(len(plan.order)), run.metrics(trainer)
+            run.check_labels()
+            metrics = run.metrics(trainer)
+            is_finite = math.isfinite(metrics.get("loss", 0.0))
+            if is_finite:
+                run.finish(trainer)
+                trainee.save(parameters, this.client_state)
+        if not is_finite or not parameters.is_finite():
+            raise ModelError("the training has diverged: the loss or the model has NaN or infinite values")
+        return run.scores.count or float(len(plan.order)), metrics
 
-    def evaluate(
+    def evaluate_trainee(
         self,
         trainee: training.Trainee,
         parameters: Parameters,
         data: Dataset,
-        batch_size: int,
+        options: HuggingFaceConfig,
         client_state: ClientState | None = None,
         after_batch: Callable[[float], object] = lambda fraction: None,
     ) -> tuple[float, dict[str, float]]:
         """Return the number of tokens that count, and `loss` and `accuracy` as means over them, without training."""
         num_examples, scores = count_examples(data), Scores(trainee.module)
+        batch_size = options.batch_size or _EVALUATION_BATCH_SIZE
         with _RUNS, training.use_seed(trainee.device, 0), tempfile.TemporaryDirectory() as folder:
             trainee.load(parameters, client_state or ClientState())
             arguments = transformers.TrainingArguments(
@@ -162,20 +218,10 @@ class HuggingFaceLearner:
         return trainer
 
 
-def count_examples(data: Dataset) -> int:
-    """Return the number of examples. Raises `DataError` if it is unknown or 0."""
+@contextmanager
+def _explain_errors() -> Generator[None]:
+    """Turn what the function of a model raises, such as peft for targets that match nothing, into a `ModelError`."""
     try:
-        count = len(data)
-    except TypeError as exc:
-        raise DataError(
-            f"the data {type(data).__name__} has no length; expected a map-style dataset, not a stream"
-        ) from exc
-    if not count:
-        raise DataError("there are no examples; expected at least one")
-    return count
-
-
-def take(data: Dataset, order: Sequence[int]) -> Dataset:
-    """Return the examples of a dataset in an order, which may repeat them."""
-    select = getattr(data, "select", None)  # of `datasets.Dataset`, whose columns Trainers read
-    return Subset(data, order) if select is None else select(order)
+        yield
+    except (ValueError, RuntimeError, OSError) as exc:
+        raise ModelError(f"the function of the model failed: {' '.join(str(exc).split())}") from exc

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from msgspec import Meta, Struct
 
-from fedplat.client_state import ClientState
 from fedplat.config import toml
-from fedplat.errors import JobFileError, MissingExtraError
+from fedplat.errors import DataError, JobFileError, MissingExtraError
 from fedplat.extras import install_command
-from fedplat.learner import Config
+from fedplat.learner import Config, Round
+from fedplat.local_options import explain_lost_moments
 from fedplat.model import Parameters
 from fedplat.pytorch import training
-from fedplat.pytorch.huggingface.scores import Scores
+from fedplat.pytorch.huggingface.scores import IGNORED, Scores
 from fedplat.pytorch.training import stepper
 
 try:
@@ -34,6 +34,7 @@ transformers: Any = _library  # options are passed on by name
 AfterStep: TypeAlias = Callable[[int, int], bool]
 """Takes the numbers of completed micro-batches and of all; returns whether to continue, and may raise."""
 
+Sha256: TypeAlias = Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")]
 _OPTIMIZER, _ORDER = "optimizer", "order"
 
 
@@ -55,7 +56,10 @@ class HuggingFaceConfig(Struct, frozen=True, kw_only=True):
     schedule: Literal["round", "job"] = "round"
     """What the learning rate's schedule spans: each round by itself, or all rounds of the job."""
     partial_work: bool = False
-    base_sha256: str = ""
+    alternate: str = ""
+    """Groups of trained tensors that take turns, one in each round, see `fedplat.local_options.LocalOptions`."""
+    base_sha256: Sha256 = ""
+    tokenizer_sha256: Sha256 = ""
 
     @classmethod
     def read(cls, config: Config) -> HuggingFaceConfig:
@@ -64,6 +68,8 @@ class HuggingFaceConfig(Struct, frozen=True, kw_only=True):
         options = toml.read_record(own, cls, "config.")
         if options.max_steps and "epochs" in config:
             raise JobFileError(f"config.max_steps = {options.max_steps}: expected either it or epochs, not both")
+        if options.alternate and options.keep_optimizer:
+            raise JobFileError(f"config.{explain_lost_moments(options.alternate)}")
         return options
 
     def arguments(self) -> dict[str, Any]:
@@ -80,19 +86,6 @@ class HuggingFaceConfig(Struct, frozen=True, kw_only=True):
         return {name: value for name, value in named.items() if value is not None}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Round:
-    """A round of one client: `number` counts from 1; `num_rounds` are those of the job, 0 if they are not known."""
-
-    number: int
-    num_rounds: int
-    seed: int
-    """Of dropout and the like."""
-    order_seed: int
-    """Of the order of examples in each epoch, the same in all rounds of a client."""
-    client_state: ClientState
-
-
 @dataclass(frozen=True)
 class Plan:
     """The examples of a round, and its steps: the epoch's order continues where the client's last round ended."""
@@ -102,6 +95,8 @@ class Plan:
     accumulate: int
     position: int
     """Examples used after the round, since the client's first one."""
+    seed: int
+    """Of the order in each epoch: that of the client's first round."""
 
     @classmethod
     def of(cls, num_examples: int, arguments: Any, options: HuggingFaceConfig, this: Round) -> Plan:
@@ -110,15 +105,15 @@ class Plan:
         size = arguments.per_device_train_batch_size * accumulate
         num_steps = options.max_steps or math.ceil(options.epochs * num_examples / size)
         note = this.client_state.get(_ORDER)
-        begin = 0 if note is None else int(note["position"])
+        begin, seed = (0, this.seed) if note is None else (int(note["position"]), int(note["seed"]))
         end = begin + num_steps * size
         order = [
             int(index)
             for epoch in range(begin // num_examples, -(-end // num_examples))
-            for index in np.random.default_rng([this.order_seed, epoch]).permutation(num_examples)
+            for index in np.random.default_rng([seed, epoch]).permutation(num_examples)
         ]
         first = begin // num_examples * num_examples
-        return cls(order[begin - first : end - first], num_steps, accumulate, end)
+        return cls(order[begin - first : end - first], num_steps, accumulate, end, seed)
 
 
 class Run:
@@ -181,7 +176,13 @@ class Run:
             state.put(_OPTIMIZER, stepper.pack_state(_unwrap(trainer.optimizer), self._trainee.parameters()))
         made = trainer.state.global_step * len(self._plan.order) // self._plan.num_steps
         position = self._plan.position - len(self._plan.order) + made
-        state.put(_ORDER, Parameters.from_arrays({"position": np.array(position, np.int64)}))
+        order = {"position": np.array(position, np.int64), "seed": np.array(self._plan.seed, np.uint64)}
+        state.put(_ORDER, Parameters.from_arrays(order))
+
+    def check_labels(self) -> None:
+        """Raise `DataError` if no label of the round counts: its loss is no number."""
+        if self.scores.has_labels and not self.scores.count:
+            raise DataError(f"no label of the examples counts; expected some that are not {IGNORED}")
 
     def metrics(self, trainer: Any) -> dict[str, float]:
         """Return the mean loss and the number of steps."""

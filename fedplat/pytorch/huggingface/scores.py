@@ -6,10 +6,22 @@ from collections.abc import Mapping
 
 import torch
 
+from fedplat import metrics
 from fedplat.errors import DataError
 
 IGNORED = -100
 """The label of tokens that do not count, such as padding."""
+
+
+def is_causal(model: object) -> bool:
+    """Return whether a model of transformers continues texts, so that its labels are the tokens themselves.
+
+    The library knows such classes as GPT2LMHeadModel only by their names.
+    """
+    from transformers.models.auto import modeling_auto  # run.py reports a missing package
+
+    names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return getattr(model, "loss_type", None) == "ForCausalLM" or type(model).__name__ in names
 
 
 class Scores:
@@ -17,7 +29,8 @@ class Scores:
 
     def __init__(self, module: torch.nn.Module) -> None:
         base = getattr(module, "get_base_model", lambda: module)()
-        self._module, self._shifts = module, getattr(base, "loss_type", None) == "ForCausalLM"
+        self._module, self._shifts = module, is_causal(base)
+        self._are_tokens, self.has_labels = False, False
         self._loss = self._hits = self._answers = 0.0
         self.count = 0.0
         """The number of labels that count."""
@@ -48,13 +61,17 @@ class Scores:
         self._answers += count
 
     def means(self) -> dict[str, float]:
-        """Return `loss`, and `accuracy` if answers were counted."""
+        """Return `loss`, `perplexity` if the labels are tokens, and `accuracy` if answers were counted."""
         means = {"loss": self._loss / self.count} if self.count else {}
+        if self._are_tokens and self.count:
+            means |= metrics.perplexity_of(means["loss"])
         return means | ({"accuracy": self._hits / self._answers} if self._answers else {})
 
     def _count(self, labels: torch.Tensor | None) -> float:
         if labels is None:
             return 0.0
+        self.has_labels = True
         if labels.is_floating_point():
             return float(len(labels))
+        self._are_tokens = self._are_tokens or labels.ndim > 1
         return float((labels[..., 1:] if self._shifts else labels).ne(IGNORED).sum())

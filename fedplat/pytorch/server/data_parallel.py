@@ -91,7 +91,11 @@ class DataParallelGradients(GradientComputation):
         self, trainee: Trainee, stepper: Stepper, plan: StepSchedule, examples: Examples
     ) -> Iterator[Scores]:
         module = DistributedDataParallel(
-            trainee.module.train(), process_group=self._ranks.group, gradient_as_bucket_view=True, **_NO_BUFFERS
+            trainee.module.train(),
+            process_group=self._ranks.group,
+            init_sync=trainee.base is None,  # a base is equal on all ranks by its digest, and must not be written to
+            gradient_as_bucket_view=True,
+            **_NO_BUFFERS,
         )
         reduction = _Reduction(self._ranks.group)
         # DDP rejects annotations that are strings; a lambda has no annotations.

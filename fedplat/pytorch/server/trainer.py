@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 import torch
@@ -50,6 +50,9 @@ class ServerTrainer:
     """Mean loss of a batch of (output, target)."""
     evaluation: Data | None = None
     """Held-out examples, for `evaluate`."""
+    share: training.Share = "all"
+    """With "trained" the model has only what training changes, see `fedplat.pytorch.training.Learner`; jobs state the
+    SHA-256 of all other tensors, which each rank has itself. Not with `[pool.parallel]`."""
     optimizer: MakeOptimizer | None = None
     """Creates an optimizer to replace SGD, from the parameters and the job's table; its learning rates are scaled. In a
     layout the parameters are this rank's own, mostly `DTensor`s, and its state has to have their shapes."""
@@ -64,7 +67,9 @@ class ServerTrainer:
     @property
     def learner(self) -> training.Learner:
         """The module, the loss and the metrics."""
-        return training.Learner(model=self.model, loss=self.loss, metrics=self.metrics, accuracy=self.accuracy)
+        return training.Learner(
+            model=self.model, loss=self.loss, share=self.share, metrics=self.metrics, accuracy=self.accuracy
+        )
 
 
 def load_examples(data: Data, device: torch.device) -> training.Examples:
@@ -132,12 +137,13 @@ def evaluate(
     parameters: Parameters,
     batch_size: int = _BATCH_SIZE,
     parallel: Parallel | None = None,
+    base_sha256: str = "",
 ) -> dict[str, float]:
     """Return `loss`, `accuracy` for classification, and the trainer's metrics of a model on its held-out examples.
 
     Every rank calls it with the same arguments, computes every n-th batch of n ranks, and gets the result. With
-    `parallel` and enough ranks, they divide the model instead, and those that are too many get an empty result. Raises
-    `TrainingError` on all of them alike.
+    `parallel` and enough ranks, they divide the model instead, and those that are too many get an empty result. The job
+    states the base of a module that shares what is trained. Raises `TrainingError` on all of them alike.
     """
     if parallel is not None and ranks.size >= parallel.num_ranks:
         layout = find_layout(ranks, parallel)
@@ -145,6 +151,7 @@ def evaluate(
 
     def build() -> tuple[Trainee, Examples]:
         trainee = Trainee(trainer.learner, ranks.device)
+        training.check_base(trainee.base, base_sha256, is_required=True)
         trainee.load(parameters, client_state.ClientState())
         return trainee, _load_held_out(trainer, ranks)
 
@@ -159,7 +166,7 @@ def _evaluate_in_layout(
     ranks = layout.ranks
 
     def build() -> tuple[ParallelTrainee, Examples]:
-        trainee = ParallelTrainee(trainer.learner, layout, trainer.plan)
+        trainee = divide_module(trainer, layout)
         trainee.load(parameters, client_state.ClientState())
         return trainee, _load_held_out(trainer, ranks)
 
@@ -168,6 +175,18 @@ def _evaluate_in_layout(
     mine = msgspec.msgpack.encode(sums) if sums.num_examples else b""  # not every rank computes a loss
     parts = [msgspec.msgpack.decode(each, type=prepare_type(Sums)) for each in ranks.all_gather(mine) if each]
     return Sums.total(parts).means(trainer.metrics)
+
+
+def divide_module(
+    trainer: ServerTrainer, layout: Layout, precision: Literal["fp32", "bf16", "fp16"] = "fp32", seed: int = 0
+) -> ParallelTrainee:
+    """Return this rank's part of a trainer's module. Raises `ValueError` if only a part of it is in the model."""
+    if trainer.share != "all":
+        raise ValueError(
+            f'a layout divides all tensors of a module, so it cannot train with share = "{trainer.share}"; expected a '
+            "job without [pool.parallel]"
+        )
+    return ParallelTrainee(trainer.learner, layout, trainer.plan, precision, seed)
 
 
 def _load_held_out(trainer: ServerTrainer, ranks: distributed.Ranks) -> Examples:

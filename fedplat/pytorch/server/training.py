@@ -31,11 +31,11 @@ from fedplat.job.tables import ServerStep, WarmStart
 from fedplat.model import Parameters
 from fedplat.parallel import Parallel
 from fedplat.pytorch.distributed import Ranks
-from fedplat.pytorch.parallel import Layout, ParallelTrainee, make_gradients
+from fedplat.pytorch.parallel import Layout, make_gradients
 from fedplat.pytorch.parallel.profiling import StepProfile, TracedExamples
 from fedplat.pytorch.server import data_parallel, profiling
 from fedplat.pytorch.server.checkpoints import Checkpoints, TrainingState
-from fedplat.pytorch.server.trainer import ServerTrainer, find_layout, load_examples, make_on_all_ranks
+from fedplat.pytorch.server.trainer import ServerTrainer, divide_module, find_layout, load_examples, make_on_all_ranks
 from fedplat.pytorch.training import (
     Examples,
     GradientComputation,
@@ -46,6 +46,7 @@ from fedplat.pytorch.training import (
     StepSchedule,
     Sums,
     Trainee,
+    check_base,
     use_seed,
 )
 from fedplat.pytorch.training.examples import Batch
@@ -74,6 +75,8 @@ class TrainingRun:
     """The number of logical ranks, `pool.ranks` of the job."""
     parallel: Parallel | None = None
     """How `num_ranks` ranks divide the model; None: each has the whole model."""
+    base_sha256: str = ""
+    """The base that the job states in its `[config]`, for a trainer with `share` = "trained"."""
     round_number: int = 0
     """0 for a warm start; each round draws its examples anew."""
     checkpoints: Path | None = None
@@ -198,11 +201,12 @@ class TrainingLoop:
         return TrainingCurve(losses=progress.losses, num_examples=len(self.examples), profile=profile)
 
     def _build_trainee(self) -> tuple[Trainee, Examples]:
-        learner, seed = self._trainer.learner, self._work.seed
+        seed = self._work.seed
         if self._layout is not None:
-            trainee = ParallelTrainee(learner, self._layout, self._trainer.plan, self._work.options.precision, seed)
+            trainee = divide_module(self._trainer, self._layout, self._work.options.precision, seed)
             return trainee, load_examples(self._trainer.data, self.ranks.device)
-        trainee = Trainee(learner, self.ranks.device, seed)
+        trainee = Trainee(self._trainer.learner, self.ranks.device, seed)
+        check_base(trainee.base, self._work.base_sha256, is_required=True)
         examples = load_examples(self._trainer.data, self.ranks.device)
         self._data_parallel(0).check(trainee, len(examples))
         if data_parallel.is_hogwild_chosen(self._work.options):

@@ -119,10 +119,10 @@ def check_base(base: FrozenBase | None, expected: str, *, is_required: bool = Fa
 
 
 def explain_missing_base(sha256: str) -> str:
-    """Return why a client with a base refuses a job that states none."""
+    """Return why a participant with a base refuses a job that states none."""
     return (
-        "the job does not state the base that its model is for; expected base_sha256 in its [config]. That of this "
-        f'client is "{sha256}"'
+        "the job does not state the base that its model is for; expected base_sha256 in its [config]. The "
+        f"one here has the SHA-256 {sha256}"
     )
 
 

@@ -16,12 +16,17 @@ class IdleTrainees:
     def __init__(self) -> None:
         self._waiting: list[Trainee] = []
 
+    def __reduce__(self) -> tuple[type[IdleTrainees], tuple[()]]:
+        return IdleTrainees, ()  # another process makes its own
+
     def __len__(self) -> int:
         return len(self._waiting)
 
     @contextmanager
-    def borrow(self, make: Callable[[], Trainee], base_sha256: str) -> Generator[Trainee]:
+    def borrow(self, make: Callable[[], Trainee], base_sha256: str, *, is_required: bool = True) -> Generator[Trainee]:
         """Give the block a trainee that no other task uses. Raises `ModelError` if its base is not the job's.
+
+        A job has to state the base if it `is_required`.
 
         Afterwards it waits for the next task, which loads all that was trained; also if the task was stopped or
         refused. After an error of the owner's code, or a change of the base, the next task makes a new one.
@@ -31,7 +36,7 @@ class IdleTrainees:
         except IndexError:
             trainee = make()
         try:
-            check_base(trainee.base, base_sha256, is_required=True)
+            check_base(trainee.base, base_sha256, is_required=is_required)
             yield trainee
         except FedplatError:
             self._put(trainee)

@@ -19,7 +19,7 @@ from fedplat.aggregate.local import CONTROL, Arrays, LocalAlgorithm, LossContext
 from fedplat.client_state import ClientState
 from fedplat.config.plugins import adopt
 from fedplat.metrics import Metric
-from fedplat.model import Parameters
+from fedplat.model import SERVER, Parameters
 from fedplat.pytorch import convert as backend
 from fedplat.pytorch.training.examples import Examples, Indices, iterate_batches
 from fedplat.pytorch.training.frozen_base import BATCH_NORMS, FrozenBase, changing_tensors
@@ -37,6 +37,7 @@ from fedplat.pytorch.training.meaning import (
     choose_weights,
     guard,
 )
+from fedplat.pytorch.training.server_terms import ServerTerms, widen_ranks
 
 BATCH_NORM = "@batch_norm"
 """In `personal`, stands for all tensors of BatchNorm layers: FedBN (Li et al. 2021, arXiv 2102.07623)."""
@@ -160,6 +161,7 @@ class Trainee:
         self.left_out = own | self._ties.keys()
         """Names of tensors that neither the job's model nor a client's state has: the base, and further names."""
         self.hidden = HiddenState(self.module, learner.loss)
+        self._server_terms = ServerTerms(self.module)
         self._used = _find_trained(self.module)
         self._is_registered = False
 
@@ -182,7 +184,9 @@ class Trainee:
             _trained.update({id(each): each for each in (self.module, *changing_tensors(self.module).values())})
             self._is_registered = True
         self.forget()
-        values = {name: tensor for name, tensor in backend.to_torch(parameters).items() if not name.startswith(CONTROL)}
+        received = backend.to_torch(parameters)
+        self._server_terms.load(received, self.device)
+        values = self._fit_ranks(received)
         if both := sorted(self.personal & values.keys()):
             raise errors.ModelError(
                 f"the tensor {both[0]!r} is personal, but the job's model has it; expected a model without personal "
@@ -217,7 +221,7 @@ class Trainee:
         """
         self.check_base_unchanged()
         shared = {name: tensor for name, tensor in self.shared_tensors().items() if name in parameters}
-        parameters.assign({**parameters, **backend.to_arrays(shared)})
+        parameters.assign({**parameters, **widen_ranks(backend.to_arrays(shared), parameters)})
         if self.personal:
             state = self.module.state_dict()
             client_state.put(
@@ -230,8 +234,42 @@ class Trainee:
 
     def start_weights(self, parameters: Parameters) -> dict[str, torch.Tensor]:
         """Return the initial values of the trained parameters that are not personal, after `load`."""
-        model = backend.fill_ties(backend.to_torch(parameters), self._ties)
+        model = backend.fill_ties(self._fit_ranks(backend.to_torch(parameters)), self._ties)
         return {name: model[name].to(self.device) for name in self.parameters() if name not in self.personal}
+
+    def _fit_ranks(self, received: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the tensors of a model that are the module's, with the ranks of the module's adapters."""
+        if not any(name.startswith(SERVER) for name in received):
+            return {name: tensor for name, tensor in received.items() if not name.startswith(CONTROL)}
+        shapes = {name: tensor.shape for name, tensor in self.shared_tensors().items()}
+        fitted = self._server_terms.fit_ranks(received, shapes)
+        return {name: tensor for name, tensor in fitted.items() if not name.startswith((CONTROL, SERVER))}
+
+    @contextmanager
+    def train_in_turn(self, alternate: str, round_number: int) -> Generator[None]:
+        """Train within the block, of groups of tensors, only the group of a round; "" for all tensors.
+
+        `alternate` has the names of the groups, with wildcards, separated by commas; rounds count from 1. The others
+        keep their values, and tensors of no group are trained in each round. Raises `ModelError` for a group without
+        trained tensors.
+        """
+        patterns, trained = local_options.split_groups(alternate), self.parameters()
+        groups = [[name for name in trained if fnmatch.fnmatchcase(name, pattern)] for pattern in patterns]
+        for pattern, group in zip(patterns, groups, strict=True):
+            if not group:
+                raise errors.ModelError(
+                    f'config.alternate = "{alternate}": {pattern!r} matches none of the trained tensors: '
+                    f"{', '.join(list(trained)[:20])}"
+                )
+        turn = groups[(round_number - 1) % len(groups)] if groups else []
+        resting = [trained[name] for group in groups for name in group if name not in turn]
+        for parameter in resting:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in resting:
+                parameter.requires_grad_(True)
 
     def step_options(self, options: local_options.LocalOptions) -> local_options.LocalOptions:
         """Return the options of steps, without those that the module itself carries out."""

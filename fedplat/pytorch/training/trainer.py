@@ -24,7 +24,7 @@ from fedplat.aggregate.local import (
 )
 from fedplat.client_state import ClientState
 from fedplat.errors import ModelError
-from fedplat.model import Parameters
+from fedplat.model import SERVER, Parameters
 from fedplat.pytorch import convert as backend
 from fedplat.pytorch.training import examples, meaning
 from fedplat.pytorch.training.algorithm import build_guarded_algorithm, check_drift, select_control
@@ -46,6 +46,11 @@ def train(trainee: Trainee, parameters: Parameters, work: LocalTraining) -> Mapp
     of scores returns `epsilon`, `noise_multiplier` and `private_steps`, over the whole job so far. Raises `ModelError`
     if the model does not fit the module, and `PrivacyLimitError`.
     """
+    with trainee.train_in_turn(work.options.alternate, work.round_number):
+        return _train(trainee, parameters, work)
+
+
+def _train(trainee: Trainee, parameters: Parameters, work: LocalTraining) -> Mapping[str, float]:
     metrics = measure_before(trainee, parameters, work)
     trainee.load(parameters, work.client_state)
     start = _Start(trainee, parameters, work)
@@ -270,7 +275,8 @@ class OwnStart:
         """Load the client's model; the module must have the received values. Raises `ModelError`."""
         assert algorithm.start is not None
         self._trainee = trainee
-        values = {name: value for name, value in backend.to_torch(parameters).items() if not name.startswith(CONTROL)}
+        model = backend.to_torch(parameters)
+        values = {name: value for name, value in model.items() if not name.startswith((CONTROL, SERVER))}
         received = {
             name: value.to(trainee.device, copy=True) for name, value in values.items() if value.is_floating_point()
         }

@@ -76,6 +76,7 @@ class CohortTrainer:
 
     def train(self, base: Base, works: Sequence[LocalTraining]) -> list[tuple[model.Parameters, dict[str, float]]]:
         """Return the update and the metrics of each client; store their client states."""
+        layout.refuse_server_tensors(base.parameters)
         befores = [trainer.measure_before(self._trainee, base.parameters, work) for work in works]
         rows = sorted((self._row(index, work) for index, work in enumerate(works)), key=lambda row: -len(row.steps))
         weights = self._load(base, rows)

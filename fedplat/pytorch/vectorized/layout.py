@@ -152,6 +152,12 @@ class ParameterLayout:
             yield open_run
 
 
+def refuse_server_tensors(parameters: Parameters) -> None:
+    """Raise `UnsuitableError` for a model with tensors of the server, which are terms of a module's outputs."""
+    if parameters.schema.uploaded is not parameters.schema:
+        raise UnsuitableError("the job's rule adds tensors of the server to the model, which need one client at a time")
+
+
 def _check(trained: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
     for name, parameter in trained.items():
         if parameter.dtype != torch.float32:

@@ -50,6 +50,7 @@ class FlatTrainer:
         self, base: Base, work: LocalTraining, buffer: Bytes | None = None
     ) -> tuple[Parameters, dict[str, float]]:
         """Return the update, in `buffer` if given, and the metrics of one client; store its client state."""
+        layout.refuse_server_tensors(base.parameters)
         metrics = trainer.measure_before(self._trainee, base.parameters, work)
         state = self._load(base, work.client_state)
         start = ClientAlgorithmState(self.layout, self._options, base, work.client_state)
@@ -193,6 +194,8 @@ def check_algorithm(options: LocalOptions) -> None:
             raise UnsuitableError(f'algorithm = "{options.algorithm_name}" {what}, which needs one client at a time')
     if options.optimizer != "sgd":
         raise UnsuitableError(f'optimizer = "{options.optimizer}" needs one client at a time; expected "sgd"')
+    if options.alternate:
+        raise UnsuitableError(f'alternate = "{options.alternate}" trains other tensors in each round')
     if options.keep_optimizer:
         raise UnsuitableError("keep_optimizer = true needs one client at a time; expected false")
 

@@ -95,14 +95,14 @@ class ProcessEngine(FederationEngine):
         if done.failure is not None:
             raise done.failure.error()
         if task.scores:
-            return LocalUpdate(NO_UPDATE, num_examples(self._federation, task), done.metrics)
+            return LocalUpdate(NO_UPDATE, num_examples(self._federation, task, done.num_examples), done.metrics)
         shared = self._shared
         if done.note is None:
             shared.notes.release(request.after)
         else:
             self._states.put(task, done.note)
-        update = Parameters(shared.schema, shared.updates.lend(request.update))
-        return LocalUpdate(update, num_examples(self._federation, task), done.metrics)
+        update = Parameters(shared.schema.uploaded, shared.updates.lend(request.update))
+        return LocalUpdate(update, num_examples(self._federation, task, done.num_examples), done.metrics)
 
     @override
     def drop(self, task: ClientTask) -> None:
@@ -162,7 +162,7 @@ class ProcessEngine(FederationEngine):
 
     def _start(self, schema: Schema) -> tuple[ForkedWorkers, Shared]:
         if self._started is None:
-            shared = Shared(schema, Arrays(schema.size_bytes), Arrays(schema.size_bytes), Texts())
+            shared = Shared(schema, Arrays(schema.size_bytes), Arrays(schema.uploaded.size_bytes), Texts())
             worker = EngineWorker(self._trainer, shared)
             self._started = ForkedWorkers(self._num_workers, functools.partial(serve_requests, worker)), shared
             self._place_states(shared)
@@ -277,7 +277,8 @@ class LoopEngine(InProcessEngine):
             self._versions.end(task)
         if outcome.contents is not None:
             self._states.put(task, outcome.contents)
-        return LocalUpdate(outcome.update, num_examples(self._federation, task), outcome.metrics)
+        weight = num_examples(self._federation, task, outcome.num_examples)
+        return LocalUpdate(outcome.update, weight, outcome.metrics)
 
     @override
     def drop(self, task: ClientTask) -> None:

@@ -178,7 +178,7 @@ class RayEngine(FederationEngine):
 
     def __init__(self, task: ClientTraining, num_workers: int = 0, address: str | None = None) -> None:
         self._federation = task.federation
-        self._trainer = make_trainer(task.learner, task.options, task.seed)
+        self._trainer = make_trainer(task.learner, task.options, task.seed, task.num_rounds)
         self._is_module = not isinstance(task.learner, learner.ArrayLearner)
         data = (task.federation.inputs, task.federation.test_inputs)
         self._cluster = Cluster(num_workers, sum(array.nbytes for array in data), address)
@@ -225,12 +225,12 @@ class RayEngine(FederationEngine):
         if answer.note is not None:
             self._states.put(task, answer.note)
         if task.scores:
-            return LocalUpdate(NO_UPDATE, num_examples(self._federation, task), answer.metrics)
+            return LocalUpdate(NO_UPDATE, num_examples(self._federation, task, answer.num_examples), answer.metrics)
         assert self._schema is not None
         assert answer.update is not None
         # A copy, because the store's memory is read-only and is freed with the cluster.
-        update = Parameters(self._schema, answer.update.copy())
-        return LocalUpdate(update, num_examples(self._federation, task), answer.metrics)
+        update = Parameters(self._schema.uploaded, answer.update.copy())
+        return LocalUpdate(update, num_examples(self._federation, task, answer.num_examples), answer.metrics)
 
     @override
     def drop(self, task: ClientTask) -> None:
@@ -287,7 +287,7 @@ class RayEngine(FederationEngine):
         self._actors = [make.remote(list(sys.path)) for _ in range(self.num_workers)]
         try:
             # Pickled only now: the actors' sys.path must have the folders of the user's modules first.
-            placed = self._ray.put((task.learner, task.options, task.seed))
+            placed = self._ray.put((task.learner, task.options, task.seed, task.num_rounds))
             loaded = [actor.load.remote(placed) for actor in self._actors]
             self._names = self._ray.get(loaded, timeout=_START_S)
         except self._ray.exceptions.GetTimeoutError as exc:

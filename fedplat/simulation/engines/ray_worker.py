@@ -32,6 +32,7 @@ class Answer(NamedTuple):
     update: Bytes | None = None
     note: bytes | None = None
     failure: TaskFailure | None = None
+    num_examples: float | None = None
 
 
 class RayWorker:
@@ -47,7 +48,7 @@ class RayWorker:
         warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
         self._loaded: set[int] = set()
 
-    def load(self, task: tuple[Any, Any, int]) -> str:
+    def load(self, task: tuple[Any, Any, int, int]) -> str:
         """Create the trainer; returns a description of this process for error messages."""
         if torch := sys.modules.get("torch"):
             torch.set_num_threads(1)
@@ -66,7 +67,7 @@ class RayWorker:
         except BaseException as exc:  # the process boundary: the engine raises it
             return Answer({}, failure=TaskFailure.of(describe_task(task), exc))
         after = None if outcome.contents is None else worker_pool.pack_state(outcome.contents)
-        return Answer(dict(outcome.metrics), outcome.update.buffer, after)
+        return Answer(dict(outcome.metrics), outcome.update.buffer, after, num_examples=outcome.num_examples)
 
     def score(self, model: Model, piece: Piece) -> Answer:
         """Score a model on all examples of a piece."""
@@ -92,10 +93,10 @@ class RayWorker:
         return Parameters(self._schema, buffer.copy())  # the store may free its own when the version is retired
 
 
-def make_trainer(learner: Any, options: Any, seed: int) -> Any:
+def make_trainer(learner: Any, options: Any, seed: int, num_rounds: int) -> Any:
     """Return the trainer of a learner, which receives the examples with each task."""
     if isinstance(learner, ArrayLearner):
-        return trainers.ArrayTrainer(learner, options, seed)
+        return trainers.ArrayTrainer(learner, options, seed, num_rounds)
     from fedplat.simulation.engines.client_trainer import ModuleTrainer
 
     return ModuleTrainer(learner, options, seed)

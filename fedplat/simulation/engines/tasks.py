@@ -28,6 +28,8 @@ class LocalResult(NamedTuple):
     update: model.Parameters
     metrics: Mapping[str, float]
     contents: Contents | None
+    num_examples: float | None = None
+    """The client's weight, if it is not the number of its examples."""
 
 
 class ClientTraining(NamedTuple):
@@ -41,10 +43,14 @@ class ClientTraining(NamedTuple):
     options: Any
     seed: int = 0
     """The seed of the initial values of clients' personal layers."""
+    num_rounds: int = 0
+    """The number of rounds of the job; 0 if it is not known."""
 
 
-def num_examples(federation: Federation, task: ClientTask) -> float:
-    """Return the number of examples that a task trains on or scores."""
+def num_examples(federation: Federation, task: ClientTask, reported: float | None = None) -> float:
+    """Return the weight that a learner reported for a task, or the number of examples that it trains on or scores."""
+    if reported is not None:
+        return reported
     return float((federation.num_held_out if task.scores else federation.num_examples)(task.client))
 
 

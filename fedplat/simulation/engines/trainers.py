@@ -7,9 +7,10 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
+from fedplat.client_state import ClientState
 from fedplat.config import user_code
 from fedplat.errors import ModelError, UserCodeError
-from fedplat.learner import ArrayLearner, Config, Data, check_config, config_of_round
+from fedplat.learner import ArrayLearner, Config, Data, Round, StatefulLearner, check_config, config_of_round
 from fedplat.model import Bytes, Parameters, Schema
 from fedplat.randomness import use_seeds
 from fedplat.simulation.data.federation import Array, Part
@@ -61,8 +62,9 @@ class ArrayTrainer:
 
     splits_test = False
 
-    def __init__(self, learner: ArrayLearner, config: Config, seed: int = 0) -> None:
-        self._learner, self._config = learner, config
+    def __init__(self, learner: ArrayLearner, config: Config, seed: int = 0, num_rounds: int = 0) -> None:
+        self._learner = learner if isinstance(learner, StatefulLearner) else _Stateless(learner)
+        self._config, self._num_rounds = config, num_rounds
         self._name = type(learner).__name__
         check_config(learner, config)
         self._schema: Schema = learner.initial(seed).schema
@@ -84,24 +86,29 @@ class ArrayTrainer:
 
     def answer_on(self, data: Data, task: ClientTask, contents: Contents, buffer: Bytes | None = None) -> LocalResult:
         """Train or score on a client's examples; the update is written to `buffer` if there is one."""
-        base = self._versions[task.version]
+        base, state = self._versions[task.version], ClientState(contents)
         if task.scores:
-            return LocalResult(NO_UPDATE, self.evaluate_on(data, base), None)
+            weight, metrics = self._score(data, base, state)
+            return LocalResult(NO_UPDATE, metrics, None, weight)
         parameters = base.copy()
         config = config_of_round(self._config, task.training_round)
+        this = Round(number=task.training_round, num_rounds=self._num_rounds, seed=task.seed, client_state=state)
         with one_thread_of_torch(), use_seeds(task.seed), user_code.wrap_errors(f"{self._name}.train()"):
-            metrics = _check_metrics(self._learner.train(parameters, data, config, task.seed))
+            weight, metrics = self._learner.train_round(parameters, data, config, this)
+            metrics = _check_metrics(metrics)
         update = parameters.minus(base)
         if buffer is not None:
             buffer[:] = update.buffer
-        return LocalResult(update, metrics, None)
+        return LocalResult(update, metrics, state.contents if state.changed else None, weight)
 
     def evaluate_on(self, data: Data, model: Parameters) -> dict[str, float]:
         """Score a model; returns no metrics if there are no examples."""
-        if not len(data[1]):
-            return {}
+        return self._score(data, model, ClientState())[1] if len(data[1]) else {}
+
+    def _score(self, data: Data, model: Parameters, state: ClientState) -> tuple[float | None, dict[str, float]]:
         with one_thread_of_torch(), use_seeds(0), user_code.wrap_errors(f"{self._name}.evaluate()"):
-            return _check_metrics(self._learner.evaluate(model, data))
+            weight, metrics = self._learner.score(model, data, self._config, state)
+            return weight, _check_metrics(metrics)
 
     def examples(self, inputs: Array, targets: Array, part: Part) -> Data:
         """Return copies of the examples at the indices `part`."""
@@ -112,7 +119,7 @@ class InProcessArrays(ArrayTrainer):
     """Trains clients on data in the memory of this process: a `TaskTrainer`."""
 
     def __init__(self, task: ClientTraining) -> None:
-        super().__init__(task.learner, task.options, task.seed)
+        super().__init__(task.learner, task.options, task.seed, task.num_rounds)
         self._federation = task.federation
 
     def answer(self, task: ClientTask, contents: Contents, buffer: Bytes | None = None) -> LocalResult:
@@ -125,6 +132,23 @@ class InProcessArrays(ArrayTrainer):
         """Score a model on the central test examples [start, stop); returns no metrics without examples."""
         data = self._federation
         return self.evaluate_on((data.test_inputs[start:stop], data.test_targets[start:stop]), model)
+
+
+class _Stateless:
+    """A learner without memory, whose clients weigh as much as they have examples."""
+
+    def __init__(self, learner: ArrayLearner) -> None:
+        self._inner = learner
+
+    def train_round(
+        self, parameters: Parameters, data: Data, config: Config, this: Round
+    ) -> tuple[None, Mapping[str, float]]:
+        return None, self._inner.train(parameters, data, config, this.seed)
+
+    def score(
+        self, parameters: Parameters, data: Data, config: Config, client_state: ClientState
+    ) -> tuple[None, Mapping[str, float]]:
+        return None, self._inner.evaluate(parameters, data)
 
 
 def _check_metrics(metrics: object) -> dict[str, float]:

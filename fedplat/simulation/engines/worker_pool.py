@@ -157,7 +157,7 @@ class EngineWorker:
         outcome = self._trainer.answer(_read_task(request), contents, self._shared.updates.array(request.update))
         if outcome.contents is not None:
             note = StateSlot(request.after, notes.write(request.after, pack_state(outcome.contents)))
-        return Done(request.number, dict(outcome.metrics), note)
+        return Done(request.number, dict(outcome.metrics), note, num_examples=outcome.num_examples)
 
     def _load(self, version: int, slot: int) -> None:
         """Read a version at its first use; it replaces the one that was in that slot."""
@@ -254,6 +254,7 @@ class Done(Struct, frozen=True, array_like=True):
     metrics: dict[str, float] = {}
     note: StateSlot | None = None
     failure: TaskFailure | None = None
+    num_examples: float | None = None
 
 
 encode = msgspec.msgpack.encode

@@ -139,7 +139,7 @@ class RealTraining(TrainingModel):
         if not task.trains:
             return self._report_scores(task, trained, verdict)
         if verdict.accepted:
-            verdict = report_validation.validate_schema(trained.update.schema, self.model.schema)
+            verdict = report_validation.validate_schema(trained.update.schema, self.model.schema.uploaded)
         if not verdict.accepted:
             return _reject(task, verdict)
         if self._masked is not None:
@@ -302,10 +302,10 @@ class RealTraining(TrainingModel):
         return UpdateReported(task.key, task.client_id, "", trained.num_examples, trained.metrics)
 
     def _first_sizes(self, initial: Parameters) -> Sizes:
-        size = float(initial.schema.file_size_bytes)
+        size, sent = float(initial.schema.file_size_bytes), float(initial.schema.uploaded.file_size_bytes)
         if self._masked is not None:
             return Sizes(size, float(self._masked.file_bytes))
-        return Sizes(size, float(self._format.max_bytes) if self._format is not None else size)
+        return Sizes(size, float(self._format.max_bytes) if self._format is not None else sent)
 
     def _free(self, update: _Update) -> None:
         if self._retention is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,12 @@ class OwnModule:
 
     name: str
     folder: Path
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    """Its keyword arguments."""
 
     def __call__(self) -> nn.Module:
         """Create a module. Raises `UserCodeError`, and `JobFileError` if the function returns something else."""
-        module = user_code.call(self.name, self.folder)
+        module = user_code.call(self.name, self.folder, self.options)
         if not isinstance(module, nn.Module):
             raise JobFileError(
                 f"{self.name} returned a {type(module).__name__}; expected a PyTorch module. If model.initial returns "
@@ -46,7 +48,7 @@ class OwnModule:
 
 @dataclasses.dataclass(frozen=True)
 class OwnFunction:
-    """A function of outputs and targets that the user has written: a loss, or which answers are correct."""
+    """A function of two arrays that the user has written: a loss, which answers are correct, or an example."""
 
     name: str
     folder: Path
@@ -56,8 +58,8 @@ class OwnFunction:
         with user_code.importable(self.name, self.folder):
             return user_code.load_function(self.name, self.folder)
 
-    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the result for a batch."""
+    def __call__(self, outputs: Any, targets: Any) -> Any:
+        """Return the result for a batch, or for a row of inputs and one of targets."""
         return self._function(outputs, targets)
 
     def __getstate__(self) -> dict[str, object]:

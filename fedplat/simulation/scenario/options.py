@@ -91,7 +91,36 @@ class LightningOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
         return LightningLearner(OwnLightningModule(self.module, folder, self.options), share=self.share)
 
 
-LEARNERS: Mapping[str, type[LearnerOptions]] = plugins.by_name(ModelOptions, sklearn.SklearnLearner, LightningOptions)
+class HuggingFaceOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field="learner", tag="huggingface"):
+    """A model of transformers, of which what is trained is shared: `module` is a function that creates it.
+
+    `options` are keyword arguments of the function, `arguments` those of transformers' `TrainingArguments`, and
+    `personal` names the tensors that clients do not share. `example` is a function that makes an example of a row of
+    inputs and one of targets; by default they are the tokens and their labels.
+    """
+
+    module: Reference
+    options: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
+    personal: list[str] = []
+    example: Reference | None = None
+
+    def build(self, folder: Path) -> ArrayLearner:
+        """Return the learner."""
+        from fedplat.pytorch.huggingface import HuggingFaceLearner, make_causal_example
+        from fedplat.simulation.scenario.model import OwnFunction, OwnModule
+
+        return HuggingFaceLearner(
+            model=OwnModule(self.module, folder, self.options),
+            arguments=self.arguments,
+            personal=tuple(self.personal),
+            example=make_causal_example if self.example is None else OwnFunction(self.example, folder),
+        )
+
+
+LEARNERS: Mapping[str, type[LearnerOptions]] = plugins.by_name(
+    ModelOptions, sklearn.SklearnLearner, LightningOptions, HuggingFaceOptions
+)
 """The options record of each built-in learner, by its name in a simulation file."""
 
 plugins.define(

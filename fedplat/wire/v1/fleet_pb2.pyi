@@ -456,6 +456,7 @@ class Assignment(_message.Message):
     BLAKE3_FIELD_NUMBER: _builtins.int
     NUM_ROUNDS_FIELD_NUMBER: _builtins.int
     CHECK_IN_WITH_REPORT_FIELD_NUMBER: _builtins.int
+    MAX_DOWNLOADS_FIELD_NUMBER: _builtins.int
     token: _builtins.str
     """Secret, for this assignment only; all later calls for it send the token."""
     job_id: _builtins.str
@@ -492,6 +493,10 @@ class Assignment(_message.Message):
     """The number of rounds of the job. Servers before 0.2 leave it unset."""
     check_in_with_report: _builtins.bool
     """Whether the report may have the client's next check-in. Servers before 0.2 leave this unset."""
+    max_downloads: _builtins.int
+    """The most downloads that the client may have open at a time, so that it may get ranges of a file over several
+    connections (DownloadRequest.length). Servers before 0.2 leave this unset: one.
+    """
     @_builtins.property
     def model(self) -> _model_pb2.ModelRef: ...
     @_builtins.property
@@ -531,10 +536,11 @@ class Assignment(_message.Message):
         blake3: _builtins.bool = ...,
         num_rounds: _builtins.int = ...,
         check_in_with_report: _builtins.bool = ...,
+        max_downloads: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "gossip_setup", b"gossip_setup", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "blake3", b"blake3", "check_in_with_report", b"check_in_with_report", "config", b"config", "delta", b"delta", "digest_last", b"digest_last", "gossip_setup", b"gossip_setup", "heartbeat_s", b"heartbeat_s", "job_id", b"job_id", "job_name", b"job_name", "model", b"model", "model_bytes", b"model_bytes", "num_rounds", b"num_rounds", "round", b"round", "secure_setup", b"secure_setup", "task", b"task", "token", b"token", "traceparent", b"traceparent", "trainer", b"trainer", "training_timeout_s", b"training_timeout_s", "uplink", b"uplink", "upload_timeout_s", b"upload_timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "blake3", b"blake3", "check_in_with_report", b"check_in_with_report", "config", b"config", "delta", b"delta", "digest_last", b"digest_last", "gossip_setup", b"gossip_setup", "heartbeat_s", b"heartbeat_s", "job_id", b"job_id", "job_name", b"job_name", "max_downloads", b"max_downloads", "model", b"model", "model_bytes", b"model_bytes", "num_rounds", b"num_rounds", "round", b"round", "secure_setup", b"secure_setup", "task", b"task", "token", b"token", "traceparent", b"traceparent", "trainer", b"trainer", "training_timeout_s", b"training_timeout_s", "uplink", b"uplink", "upload_timeout_s", b"upload_timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -583,6 +589,7 @@ class DownloadRequest(_message.Message):
     SENDER_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
     offset: _builtins.int
     token: _builtins.str
@@ -593,6 +600,10 @@ class DownloadRequest(_message.Message):
     sender: _builtins.str
     name: _builtins.str
     wait_s: _builtins.float
+    length: _builtins.int
+    """The most bytes to send of the file with the digest; 0: all to its end. For a client that gets ranges of a file over
+    several connections, if Assignment.max_downloads allows it: small chunks then arrive over each.
+    """
     def __init__(
         self,
         *,
@@ -602,10 +613,11 @@ class DownloadRequest(_message.Message):
         sender: _builtins.str = ...,
         name: _builtins.str = ...,
         wait_s: _builtins.float = ...,
+        length: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name", "offset", b"offset", "sender", b"sender", "token", b"token", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "length", b"length", "name", b"name", "offset", b"offset", "sender", b"sender", "token", b"token", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

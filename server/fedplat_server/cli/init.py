@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import shlex
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from fedplat.admin import profile
@@ -305,18 +307,35 @@ def rotate_ca(
 ) -> None:
     """Replace the certificate authority, in two steps.
 
-    Without --finish: create a new authority and trust both. With --finish: stop trusting the old one.
+    Without --finish: create a new authority and trust both. With --finish: stop trusting the old one. The profile
+    DATA_DIR/admin.toml follows.
     """
     folder = PkiFolder.of(data_dir)
     if finish:
-        _change(data_dir, database, "rotate-ca --finish", lambda: folder.finish_rotation(tls.utc_now()))
+        with _same_trust(data_dir):
+            _change(data_dir, database, "rotate-ca --finish", lambda: folder.finish_rotation(tls.utc_now()))
         print(f"removed the old authority; only clients and operators with the new {folder.ca} can connect")
         return
-    _change(data_dir, database, "rotate-ca", lambda: folder.rotate(tls.utc_now()))
+    with _same_trust(data_dir):
+        _change(data_dir, database, "rotate-ca", lambda: folder.rotate(tls.utc_now()))
     print(
         f"made a new authority; the old one is still trusted. Give the new {folder.ca} to operators and clients, "
         f"then run: fedplat-server certificates rotate-ca --finish{repeat_options()}"
     )
+
+
+@contextlib.contextmanager
+def _same_trust(data_dir: Path) -> Generator[None]:
+    """Let the first operator's profile trust the server's authorities after the block, if it did before."""
+    path, authorities = data_dir / "admin.toml", PkiFolder.of(data_dir).ca
+    try:
+        known = profile.load(path)
+        is_same = known.ca.strip() == authorities.read_text().strip()
+    except (ProfileError, OSError):  # it was moved, or there is no authority
+        is_same, known = False, None
+    yield
+    if known is not None and is_same:
+        profile.save(msgspec.structs.replace(known, ca=authorities.read_text()), path, overwrite=True)
 
 
 def _change(data_dir: Path, database: str | None, command: str, change: Callable[[], object]) -> None:

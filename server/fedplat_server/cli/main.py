@@ -11,7 +11,8 @@ from types import FrameType
 def main() -> None:
     """Run the command line of this process; an error is one clear line on stderr.
 
-    Exit status: 0 success, 1 a failure that may be temporary, 2 a wrong command line or configuration.
+    Exit status: 0 success, 1 a failure that may be temporary, such as a data folder in use, 2 a wrong command line or
+    configuration.
     """
     # The first process of a container would ignore SIGTERM until the daemon has installed its handler.
     signal.signal(signal.SIGTERM, _exit_on_signal)
@@ -36,11 +37,12 @@ def _exit_on_signal(number: int, _: FrameType | None) -> None:
 def _run() -> int:
     from fedplat.errors import USAGE_ERRORS, FedplatError
     from fedplat_server.cli.commands import app
-    from fedplat_server.errors import ConfigError
+    from fedplat_server.errors import ConfigError, FolderInUseError
 
     try:
         app(prog_name="fedplat-server")
     except FedplatError as exc:
         print(f"fedplat-server: {exc}", file=sys.stderr)
-        return 2 if isinstance(exc, (ConfigError, *USAGE_ERRORS)) else 1
+        is_busy = isinstance(exc, FolderInUseError)  # until another process ends
+        return 2 if isinstance(exc, (ConfigError, *USAGE_ERRORS)) and not is_busy else 1
     return 0

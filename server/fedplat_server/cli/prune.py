@@ -111,13 +111,13 @@ def _seconds(text: str | None, option: str) -> float | None:
 
 @contextlib.contextmanager
 def _lock_data_dir(data_dir: Path, url: str) -> Generator[bool]:
-    """Lock the data folder; yield whether no daemon runs on it. Raises `ConfigError` if one does that uses SQLite."""
+    """Lock the data folder; yield whether no daemon runs on it. Raises `FolderInUseError` if one does, with SQLite."""
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(folder.lock_data_dir(data_dir, shared=False))
         except FolderInUseError:
             if async_url(url).get_backend_name() == "sqlite":
-                raise ConfigError(
+                raise FolderInUseError(
                     f"a fedplat-server is running on {data_dir}, and no other process may write to its SQLite "
                     "database: stop it first, or set [retention] in its jobs, which it applies itself"
                 ) from None

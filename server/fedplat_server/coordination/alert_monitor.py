@@ -333,14 +333,18 @@ class AlertRecorder:
         self._recorded.update(found, now)  # only now: after an error they are still to be stored
 
     async def _run(self) -> None:
+        problem = ""
         while True:
             await asyncio.sleep(ALERT_INTERVAL_S)
             try:
                 await self.record()
+                problem = ""
             except errors.LeadershipLostError:
                 return
             except errors.StoreError as exc:
-                logs.get().warning("changed alerts could not be stored", error=str(exc))
+                if str(exc) != problem:  # it may last for hours
+                    problem = str(exc)
+                    logs.get().warning("changed alerts could not be stored; trying again", error=problem)
 
 
 def _restore(event: EventRow) -> alerts.Alert:

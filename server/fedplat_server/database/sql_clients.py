@@ -59,10 +59,22 @@ class ClientStore:
         await self._database.write(transaction)
 
     async def revoke_enrollment_token(self, token_id: str, audit: Sequence[AuditEntry] = ()) -> EnrollmentToken | None:
-        """Revoke a token permanently and return it; None if it is unknown. Keeps the time of the first revocation."""
-        mine = enrollment_tokens.c.token_id == token_id
-        row = await self._change(enrollment_tokens, mine, _revocation(enrollment_tokens, self._clock()), audit)
-        return rows.to_record(row, EnrollmentToken) if row is not None else None
+        """Revoke a token permanently and return it; None if it is unknown.
+
+        A token that was revoked before keeps the time of its revocation, and gets no more `audit` rows.
+        """
+        mine, now = enrollment_tokens.c.token_id == token_id, self._clock()
+        values = _revocation(enrollment_tokens, now)
+
+        def transaction(connection: Connection) -> EnrollmentToken | None:
+            row = _change(connection, enrollment_tokens, mine, values)
+            if row is None:
+                return None
+            if row.revoked_unix_s == now:
+                sql_audit.append_entries(connection, audit, now)
+            return rows.to_record(row, EnrollmentToken)
+
+        return await self._database.write(transaction)
 
     async def find_enrollment_token(self, token_hash: bytes) -> EnrollmentToken | None:
         """Return the token with this hash; None if it is unknown."""
@@ -155,19 +167,21 @@ class ClientStore:
             return _by_id(await self._database.write(transaction))
 
     async def revoke_client(self, client_id: str, audit: Sequence[AuditEntry] = ()) -> ClientRecord | None:
-        """Revoke a client permanently and return it; None if it is unknown. Keeps the time of the first revocation."""
+        """Revoke a client permanently and return it; None if it is unknown.
+
+        A client that was revoked before keeps the time of its revocation, and gets no more `audit` rows.
+        """
         mine, now = clients.c.client_id == client_id, self._clock()
-        update = clients.update().where(mine).values(_revocation(clients, now))
+        values = _revocation(clients, now)
 
         def transaction(connection: Connection) -> ClientRecord | None:
-            connection.execute(update)
-            row = connection.execute(select(clients).where(mine)).one_or_none()
+            row = _change(connection, clients, mine, values)
             if row is None:
                 return None
             record = rows.to_record(row, ClientRecord)
-            if record.revoked_unix_s == now:  # else it was revoked before
+            if record.revoked_unix_s == now:
                 sql_audit.append_events(connection, [_event(EventType.CLIENT_REVOKED, record)], now)
-            sql_audit.append_entries(connection, audit, now)
+                sql_audit.append_entries(connection, audit, now)
             return record
 
         return await self._database.write(transaction)
@@ -200,8 +214,9 @@ class ClientStore:
     async def update_client(self, client_id: str, labels: Mapping[str, str], software_version: str) -> None:
         """Replace the labels and the software version of a client."""
         values = {"labels": dict(labels), "software_version": software_version}
+        update = clients.update().where(clients.c.client_id == client_id).values(values)
         with crash_points.step("update_client"):
-            if await self._change(clients, clients.c.client_id == client_id, values) is None:
+            if await self._database.write(lambda connection: connection.execute(update).rowcount) != 1:
                 raise errors.StoreError(f"there is no client {client_id}")
 
     async def list_clients(
@@ -254,23 +269,13 @@ class ClientStore:
         delete = clients.delete().where(clients.c.client_id.in_(client_ids), before_unix_s > _SEEN)
         return await self._database.write(lambda connection: connection.execute(delete).rowcount)
 
-    async def _change(
-        self,
-        table: sqlalchemy.Table,
-        which: sqlalchemy.ColumnElement[bool],
-        values: Mapping[str, Any],
-        audit: Sequence[AuditEntry] = (),
-    ) -> rows.Row | None:
-        """Change the one row that matches, if there is one, and return it."""
 
-        def transaction(connection: Connection) -> rows.Row | None:
-            connection.execute(table.update().where(which).values(values))
-            row = connection.execute(select(table).where(which)).one_or_none()
-            if row is not None:
-                sql_audit.append_entries(connection, audit, self._clock())
-            return row
-
-        return await self._database.write(transaction)
+def _change(
+    connection: Connection, table: sqlalchemy.Table, which: sqlalchemy.ColumnElement[bool], values: Mapping[str, Any]
+) -> rows.Row | None:
+    """Change the one row that matches, if there is one, and return it."""
+    connection.execute(table.update().where(which).values(values))
+    return connection.execute(select(table).where(which)).one_or_none()
 
 
 def _between_steps() -> sqlalchemy.Select[Any]:

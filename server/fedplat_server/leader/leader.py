@@ -250,7 +250,9 @@ def _make_fleet(
         presence=long_polls.Presence(coordination.clients, parts.records.availability, coordination.progress),
         runner=coordination.runner,
         long_polls=coordination.long_polls,
-        messages=AssignmentMessages(coordination.runner, halves, models, is_tracing=is_tracing),
+        messages=AssignmentMessages(
+            coordination.runner, halves, models, is_tracing=is_tracing, max_downloads=limits.max_streams
+        ),
         instruments=instruments,
         draining=coordination.draining,
     )

@@ -28,6 +28,9 @@ from fedplat_server.storage.blobs import Blob, BlobStore
 from fedplat_server.storage.read_cache import Chunks
 from fedplat_server.storage.spool_file import OpenUpload
 
+RANGE_CHUNK_BYTES = wire.CHUNK_BYTES // 8
+"""The first chunk of a range of a download."""
+
 
 class Carrier(Protocol):
     """A message with a field of bytes."""
@@ -74,8 +77,12 @@ async def enforce_min_rate(messages: AsyncIterator[Message], limits: config.Limi
         yield message
 
 
-async def send(chunks: Chunks, blobs: BlobStore, digest: str, offset: int) -> AsyncGenerator[bytes]:
-    """Yield a model file from an offset on, as messages `Chunk`. Raises `RefusedError` if the offset is beyond it."""
+async def send(chunks: Chunks, blobs: BlobStore, digest: str, offset: int, length: int = 0) -> AsyncGenerator[bytes]:
+    """Yield a model file from an offset on, as messages `Chunk`: `length` bytes, or all if that is 0.
+
+    A client gets several ranges at a time, so their messages are smaller: together they need as much memory as those
+    of one download. Raises `RefusedError` if the offset is beyond the file.
+    """
     async with contextlib.AsyncExitStack() as stack:
         try:
             (path,) = await stack.enter_async_context(blobs.local(digest))
@@ -84,7 +91,9 @@ async def send(chunks: Chunks, blobs: BlobStore, digest: str, offset: int) -> As
             raise RefusedError(Code.NO_SUCH_MODEL) from exc
         if offset > size_bytes:
             raise RefusedError(Code.WRONG_OFFSET, f"the offset is {offset}, but the file has {size_bytes} bytes")
-        messages = await stack.enter_async_context(contextlib.aclosing(chunks.messages(path, offset, size_bytes)))
+        end, chunk_bytes = (min(size_bytes, offset + length), RANGE_CHUNK_BYTES) if length else (size_bytes, None)
+        found = chunks.messages(path, offset, end, chunk_bytes)
+        messages = await stack.enter_async_context(contextlib.aclosing(found))
         async for message in messages:
             yield message
 

@@ -40,11 +40,14 @@ NEXT_WAIT_S = 2.0
 class AssignmentMessages:
     """Makes the messages of new assignments."""
 
-    def __init__(self, runner: Runner, halves: ServerHalves, models: ClientModels, *, is_tracing: bool) -> None:
+    def __init__(
+        self, runner: Runner, halves: ServerHalves, models: ClientModels, *, is_tracing: bool, max_downloads: int
+    ) -> None:
         self._coordinator = runner.coordinator
         self._halves = halves
         self._models = models
         self._is_tracing = is_tracing
+        self._max_downloads = max_downloads
 
     async def make(self, command: commands.Assign) -> fleet_pb2.Assignment:
         """Return the message of an assignment, with the model if it is small."""
@@ -71,6 +74,7 @@ class AssignmentMessages:
             check_in_with_report=True,
             blake3=digests.has_blake3(),
             num_rounds=spec.rounds,
+            max_downloads=self._max_downloads,
         )
         if not model_bytes:
             message.model.blake3 = self._models.blobs.find_blake3(model.digest)
@@ -211,10 +215,10 @@ class ClientModels:
         if client.population not in await self.store.find_populations(digest):
             raise errors.RefusedError(errors.Code.NO_SUCH_MODEL, digest)
 
-    async def send(self, client: records.ClientRecord, digest: str, offset: int) -> AsyncGenerator[bytes]:
-        """Yield the messages of a file from an offset on. Raises `RefusedError`."""
+    async def send(self, client: records.ClientRecord, digest: str, offset: int, length: int) -> AsyncGenerator[bytes]:
+        """Yield the messages of a file from an offset on, see `streams.send`. Raises `RefusedError`."""
         count_bytes = self._bytes_counter(client, digest)
-        found = streams.send(self.chunks, self.blobs, digest, offset)
+        found = streams.send(self.chunks, self.blobs, digest, offset, length)
         async with contextlib.aclosing(found) as messages:
             async for message in messages:
                 await self.access.require(client)
@@ -222,7 +226,7 @@ class ClientModels:
                 yield message
 
     async def note_download(self, client: records.ClientRecord, digest: str) -> None:
-        """Record that a client has received a whole file, if it is the model of its assignment or the step to it."""
+        """Record that a client has received a file to its end, if that is its assignment's model or the step to it."""
         coordinator = self.runner.coordinator
         key = coordinator.assignment_of(client.client_id)
         assignment = coordinator.find(key, client.client_id) if key is not None else None

@@ -59,10 +59,12 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
         digest = validation.digest(request.digest)
         await self.models.require_access(client, digest)
         with self.quotas.stream(client.client_id):
-            async with contextlib.aclosing(self.models.send(client, digest, request.offset)) as messages:
+            found = self.models.send(client, digest, request.offset, request.length)
+            async with contextlib.aclosing(found) as messages:
                 async for message in messages:
                     yield message
-        await self.models.note_download(client, digest)
+        if not request.length:  # the last of several ranges has none
+            await self.models.note_download(client, digest)
 
     @override
     async def Upload(  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -64,14 +64,16 @@ class Chunks:
         self._chunk_bytes = chunk_bytes
         self._reads: CoalescingCache[tuple[Path, int, int]] = CoalescingCache(num_kept)
 
-    async def messages(self, path: Path, offset: int, size_bytes: int) -> AsyncGenerator[bytes]:
+    async def messages(
+        self, path: Path, offset: int, size_bytes: int, chunk_bytes: int | None = None
+    ) -> AsyncGenerator[bytes]:
         """Yield a file from an offset to its end as messages `Chunk`. Raises `BlobError` if it cannot be read.
 
         All chunks but the first begin at multiples of the chunk size, large ones at odd multiples, so that resumed
         downloads share them too. The first chunk of a call is not a large one: on a slow line, it must arrive before
-        the line breaks.
+        the line breaks. `chunk_bytes` replaces the chunk size for this call.
         """
-        clock, small = asyncio.get_running_loop().time, self._chunk_bytes
+        clock, small = asyncio.get_running_loop().time, chunk_bytes or self._chunk_bytes
         length = small
         while offset < size_bytes:
             end = min(offset + length - (offset + small) % length, size_bytes)

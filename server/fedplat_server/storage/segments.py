@@ -107,7 +107,7 @@ class RecordFile(SpoolFile):
     def append(self, descriptor: int, data: durable.Bytes) -> None:
         if self.gone:
             raise UploadError("the upload was discarded; resume at 0")
-        _write_at(descriptor, data, self.part.start + self.received)
+        durable.write_at(descriptor, data, self.part.start + self.received)
         self._hash.update(data)
         if self.norm is not None:
             self.norm.update(data)
@@ -135,7 +135,7 @@ class RecordFile(SpoolFile):
     def write_header(self, digest: str = "") -> None:
         """Write the header; the digest is that of the report. Raises `OSError`."""
         header = make_header(self._key, digest, self._size_bytes, self.received)
-        _write_at(self.segment.descriptor, header, self._header_at)
+        durable.write_at(self.segment.descriptor, header, self._header_at)
 
 
 class _Waiting(NamedTuple):
@@ -437,14 +437,6 @@ def _sign(header: bytes) -> bytes:
 
 def _next_page(position: int) -> int:
     return -(-position // PAGE_BYTES) * PAGE_BYTES
-
-
-def _write_at(descriptor: int, data: durable.Bytes, position: int) -> None:
-    """Write all of the data at a position. Raises `OSError`."""
-    rest = memoryview(data).cast("B")
-    while rest:
-        count = os.pwrite(descriptor, rest, position)
-        rest, position = rest[count:], position + count
 
 
 def _answer(waiting: _Waiting, error: ServerError | None) -> None:

@@ -151,6 +151,7 @@ class ServerTraining:
             checkpoints=str(folder),
             traces=str(self._data_dir / "traces" / job.job_id / "warm_start"),
             plugins=loaded_plugins.select_references(self._plugins, job.plugins),
+            base_sha256=_base_of(job.spec),
         )
         progress: list[task_inputs.TrainProgress] = []
         try:
@@ -186,6 +187,7 @@ class ServerTraining:
             traces=str(self._data_dir / "traces" / job.job_id / f"round_{round_}"),
             teachers=teachers,
             plugins=loaded_plugins.select_references(self._plugins, job.plugins),
+            base_sha256=_base_of(job.spec),
         )
         try:
             async with self._blobs.local(job.latest.digest):
@@ -200,7 +202,12 @@ class ServerTraining:
         plugins = loaded_plugins.select_references(self._plugins, [wanted])
         trainer, rule = self._trainer(name), spec.aggregation
         request = task_inputs.EvaluateRequest(
-            trainer=trainer, rule=rule, model=str(model), parallel=spec.parallel, plugins=plugins
+            trainer=trainer,
+            rule=rule,
+            model=str(model),
+            parallel=spec.parallel,
+            plugins=plugins,
+            base_sha256=_base_of(spec),
         )
         try:
             return await self._run_task(_TaskRequest("evaluate", request, spec.pool), task_inputs.EvaluateReply)
@@ -291,6 +298,11 @@ async def _remove(folder: Path) -> None:
     for pause_s in (0.0, 1.0, 10.0):
         await asyncio.sleep(pause_s)
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+
+def _base_of(spec: JobSpec) -> str:
+    """Return the SHA-256 of the base that a job states; "" if it states none."""
+    return str(spec.config.get("base_sha256", ""))
 
 
 def _metrics(reply: task_inputs.TrainReply) -> dict[str, float]:

@@ -151,7 +151,7 @@ class TrainRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     The model is in the file `model`; the ranks write the trained one to the new file `result`. Entries that belong to
     the job's rule keep their values. Paths are absolute, and the same for all ranks. `plugins` are the job's plugins.
-    With `parallel`, `num_ranks` ranks divide the model.
+    With `parallel`, `num_ranks` ranks divide the model. `base_sha256` is the base that the job states, or "".
     """
 
     trainer: TrainerReference
@@ -167,6 +167,7 @@ class TrainRequest(msgspec.Struct, frozen=True, kw_only=True):
     traces: str = ""
     teachers: TeacherModels | None = None
     plugins: tuple[PluginReference, ...] = ()
+    base_sha256: str = ""
 
 
 class TrainProgress(msgspec.Struct, frozen=True):
@@ -199,6 +200,7 @@ class EvaluateRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     parallel: Parallel | None = None
     plugins: tuple[PluginReference, ...] = ()
+    base_sha256: str = ""
 
 
 class EvaluateReply(msgspec.Struct, frozen=True):

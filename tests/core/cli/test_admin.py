@@ -120,6 +120,10 @@ def test_what_the_server_itself_says_is_passed_on(
     with pytest.raises(error) as caught:
         client.status()
     assert str(caught.value) == text.format(server=server.address)
+    state.retry = "1.0 5.0"
+    with pytest.raises(error) as caught:
+        client.status()
+    assert str(caught.value) == text.format(server=server.address) + "; try again in 1.0 s to 5.0 s"
 
 
 @pytest.mark.slow

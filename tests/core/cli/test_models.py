@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,37 @@ def test_model_export_that_fails(run: Run, state: State, tmp_path: Path):
     assert result.exit_code == 1
     assert result.stderr.startswith("error: the received model is damaged: ")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_options_of_model_export_that_do_not_belong_together(run: Run, tmp_path: Path):
+    for arguments, words in (
+        (
+            ["--model", "chat.py:make_model"],
+            "--model, --base and --adapter: expected --format peft or merged with them",
+        ),
+        (["--format", "peft"], "--format peft: expected either --model FILE:FUNCTION"),
+        (["--format", "merged", "--model", "chat.py:make", "--adapter", "a.json"], "expected either --model FILE:FUNC"),
+        (["--format", "peft", "--adapter", "a.json"], "--adapter FILE: expected --base DIR, the folder of the base"),
+        (["--format", "gguf"], "'gguf' is not one of 'safetensors', 'peft', 'merged'"),
+    ):
+        result = run("model", "export", "digits", "--output", str(tmp_path / "out"), *arguments)
+        assert result.exit_code == 2
+        assert words in result.stderr
+    result = run(
+        "model", "export", "m.safetensors", "--version", "1", "--output", "out", "--format", "peft", "--model", "a:b"
+    )
+    assert "--version 1: m.safetensors has one model; expected a job for another version" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_names_the_packages_that_it_needs(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "fedplat.pytorch.huggingface", None)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # the command sets it
+    options = ["--output", str(tmp_path / "out"), "--format", "merged", "--model", "chat.py:make"]
+    result = run("model", "export", "digits", *options)
+    assert result.exit_code == 2
+    assert "--format merged needs PyTorch, transformers and peft; install them with: pip install " in result.stderr
+    assert "peft>=0.21" in result.stderr
 
 
 def test_model_list_shows_which_files_are_kept(run: Run, state: State):

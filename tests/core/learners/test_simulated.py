@@ -74,7 +74,9 @@ def test_a_table_without_the_key_is_a_pytorch_module(tmp_path: Path) -> None:
         == read(tmp_path, '[simulation.model]\nlearner = "torch"\nloss = "mse"').simulation.model
     )
     assert read(tmp_path, "").simulation.model == ModelOptions()
-    with pytest.raises(JobFileError, match=r"learner = 'torsh': expected one of torch, sklearn, lightning; did you"):
+    with pytest.raises(
+        JobFileError, match=r"learner = 'torsh': expected one of torch, sklearn, lightning, huggingface; d"
+    ):
         read(tmp_path, '[simulation.model]\nlearner = "torsh"')
     with pytest.raises(JobFileError, match=r"model.loss = 'mae': expected cross_entropy, mse, bce_with_logits, or m"):
         read(tmp_path, '[simulation.model]\nloss = "mae"')

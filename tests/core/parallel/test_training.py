@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,10 @@ from torch import nn
 
 from fedplat.config.plugins import Plugins
 from fedplat.errors import TrainingError
+from fedplat.metrics import Perplexity
 from fedplat.model import Parameters
+from fedplat.parallel import Parallel
+from fedplat.pytorch import server
 from fedplat.pytorch.convert import load_into
 from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.server import DataParallelGradients, ServerTrainer, TrainingRun
@@ -165,6 +169,41 @@ def test_a_checkpoint_that_cannot_be_written_ends_no_training(
     found = scenarios.learned(alone, *scenarios.checkpointed(tmp_path))
     assert np.isfinite(found["losses"]).all()
     assert [record.message.partition(":")[0] for record in caplog.records] == ["A checkpoint cannot be written"] * 4
+
+
+def on_a_base() -> nn.Module:
+    torch.manual_seed(4)  # the weights of a base do not depend on a job
+    module = scenarios.mlp()
+    module[0].requires_grad_(False)  # type: ignore[index]
+    return module
+
+
+def test_a_trainer_shares_what_is_trained(alone: Ranks) -> None:
+    whole = ServerTrainer(model=on_a_base, data=scenarios.examples(), evaluation=scenarios.examples(200, 7))
+    shared = dataclasses.replace(whole, share="trained", metrics=(Perplexity(),))
+    models = [each.learner.initial(0) for each in (whole, shared)]
+    assert set(models[1]) == {"2.weight", "2.bias"}
+    base = shared.learner.base_sha256()
+    with pytest.raises(
+        TrainingError, match="rank 0: ModelError: the job does not state the base that its model is for"
+    ):
+        server.evaluate(alone, shared, shared.learner.initial(0))
+    run = TrainingRun(options=scenarios.warm(), num_ranks=2, base_sha256="0" * 64)
+    with pytest.raises(TrainingError, match=f"the SHA-256 {base}; expected the same base on all participants"):
+        server.train(alone, shared, shared.learner.initial(0), run)
+    divided = dataclasses.replace(run, parallel=Parallel(shard=2))
+    with pytest.raises(
+        TrainingError, match=r'so it cannot train with share = "trained"; expected a job without \[pool'
+    ):
+        server.train(alone, shared, shared.learner.initial(0), divided)
+    found: list[dict[str, float]] = []
+    for trainer, model, stated in zip((whole, shared), models, ("", base), strict=True):
+        server.train(alone, trainer, model, dataclasses.replace(run, base_sha256=stated))
+        found.append(server.evaluate(alone, trainer, model, base_sha256=stated))
+    for name in models[1]:
+        np.testing.assert_array_equal(models[1][name], models[0][name])
+    assert found[1].pop("perplexity") == pytest.approx(math.exp(found[0]["loss"]), rel=1e-6)
+    assert found[1] == found[0]
 
 
 def test_a_trainer_that_cannot_be_used_gives_a_reason(alone: Ranks) -> None:

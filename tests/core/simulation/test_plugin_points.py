@@ -252,7 +252,7 @@ def test_metrics_have_options(folder: Path) -> None:
         (
             {"simulation.model.metrics": ["f2"]},
             JobFileError,
-            r"simulation.model.metrics\[0\] = 'f2': expected one of f1, top_k, mae, r2",
+            r"simulation.model.metrics\[0\] = 'f2': expected one of f1, top_k, mae, r2, perplexity",
         ),
         ({"simulation.model.metrics": "f1"}, JobFileError, r"simulation.model.metrics = 'f1': expected"),
         (

@@ -45,10 +45,12 @@ async def test_tokens_are_listed_in_order_and_revoked_once(store: Store) -> None
     for one in made:
         await store.clients.add_enrollment_token(one, f"hash of {one.token_id}".encode())
     assert await store.clients.list_enrollment_tokens() == made
-    revoked = await store.clients.revoke_enrollment_token("a")
+    audit = [AuditEntry("anna", AuditAction.ENROLLMENT_REVOKED, "a")]
+    revoked = await store.clients.revoke_enrollment_token("a", audit)
     assert revoked is not None
     assert revoked.revoked_unix_s is not None
-    assert await store.clients.revoke_enrollment_token("a") == revoked
+    assert await store.clients.revoke_enrollment_token("a", audit) == revoked
+    assert [row.subject for row in await store.audit.list_rows()] == ["a"]
     assert await store.clients.list_enrollment_tokens() == [made[0], revoked]
     assert await store.clients.list_enrollment_tokens(limit=1) == made[:1]
     assert await store.clients.list_enrollment_tokens(after="z", limit=1) == [revoked]
@@ -221,11 +223,13 @@ async def test_idle_clients_have_no_work_and_were_not_seen(open_store: Store) ->
 
 async def test_a_client_is_revoked_once(open_store: Store) -> None:
     made = await open_store.clients.enroll(enrollment("a"))
-    revoked = await open_store.clients.revoke_client("a")
+    audit = [AuditEntry("anna", AuditAction.CLIENT_REVOKED, "a")]
+    revoked = await open_store.clients.revoke_client("a", audit)
     assert revoked is not None
     assert revoked.revoked_unix_s is not None
     assert revoked == dataclasses.replace(made, revoked_unix_s=revoked.revoked_unix_s)
-    assert await open_store.clients.revoke_client("a") == revoked
+    assert await open_store.clients.revoke_client("a", audit) == revoked
+    assert [row.subject for row in await open_store.audit.list_rows()] == ["a"]
     assert await open_store.clients.find_clients(["a"]) == {"a": revoked}
     assert await open_store.clients.revoke_client("b") is None
     events = await open_store.events.list_events(types={EventType.CLIENT_REVOKED})

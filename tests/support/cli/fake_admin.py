@@ -28,7 +28,9 @@ class _Service:
         self.state.tokens.append(str(dict(context.invocation_metadata()).get("authorization")))
         if self.state.refusal is not None:
             if self.state.refusal_code:
-                context.set_trailing_metadata((("fedplat-code", self.state.refusal_code),))
+                context.set_trailing_metadata(
+                    (("fedplat-code", self.state.refusal_code), ("fedplat-retry-s", self.state.retry))
+                )
             _refuse(context, *self.state.refusal)
 
     def _page(self, rows: Iterable[Row], request: Any) -> tuple[list[Row], str, int]:

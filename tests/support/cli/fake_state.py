@@ -73,6 +73,7 @@ class State:
     """The authorization of each call."""
     refusal: tuple[grpc.StatusCode, str] | None = None
     refusal_code: str = ""
+    retry: str = ""
     """Sent along with a refusal, as the real server does."""
     damage: str = ""
     """Of an export: "bytes", "short", "long", "empty"; of an upload: "digest"."""
