@@ -8,13 +8,18 @@ that waits for its peer is closed: the oldest one of the greediest network (see 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import functools
 import itertools
 import re
+import socket
 import ssl
+from collections.abc import Awaitable, Callable, Generator
 from collections.abc import Set as AbstractSet
 from typing import Any, cast
 
+import uvicorn
 from typing_extensions import override
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.protocols.utils import get_remote_addr
@@ -42,21 +47,23 @@ class ConnectionLimits:
     """The limits of a port.
 
     `total`: open connections. `head_s`: for the handshake of TLS, and for the head of a request. `body_s`: for the rest
-    of the request. `response_s`: for the response; None for pages that stream, where only a peer that does not read for
-    `body_s` is cut off.
+    of the request; None if the application limits that. `response_s`: for the response; None for responses that stream,
+    where only a peer that does not read for `stall_s` is cut off. `stall_s` is also the time for the rest of a request
+    that has been answered.
     """
 
     total: int
     head_s: float = 10.0
-    body_s: float = 30.0
+    body_s: float | None = 30.0
     response_s: float | None = None
+    stall_s: float = 30.0
 
 
 class BoundedProtocol(H11Protocol):
     """A connection within `limits`, which accepts TLS itself if there is a context for that: see `make_protocol`."""
 
     limits: ConnectionLimits
-    tls: ssl.SSLContext | None
+    get_tls: Callable[[], ssl.SSLContext | None]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -65,6 +72,7 @@ class BoundedProtocol(H11Protocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._handshake: asyncio.Task[None] | None = None
         self._early = bytearray()
+        self.app = functools.partial(_with_cut, self.app, self.abort)  # type: ignore[assignment]
 
     @property
     def groups(self) -> fair_places.Groups:
@@ -88,13 +96,13 @@ class BoundedProtocol(H11Protocol):
 
     @override
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        if self.tls is None:
+        if (tls := self.get_tls()) is None:
             super().connection_made(transport)
         else:
             transport.pause_reading()
             self.transport, self.client = transport, get_remote_addr(transport)
             self.connections.add(self)
-            self._handshake = asyncio.ensure_future(self._accept(transport, self.tls))
+            self._handshake = asyncio.ensure_future(self._accept(transport, tls))
         self._follow()
         connections = cast("AbstractSet[BoundedProtocol]", self.connections)
         if len(connections) > self.limits.total:
@@ -144,7 +152,7 @@ class BoundedProtocol(H11Protocol):
         if not self._is_in_handshake:
             super().pause_writing()
         if self.limits.response_s is None:
-            self._set_deadline(self.limits.body_s)
+            self._set_deadline(self.limits.stall_s)
 
     @override
     def resume_writing(self) -> None:
@@ -156,7 +164,9 @@ class BoundedProtocol(H11Protocol):
     def _follow(self, *, has_begun: bool = False, is_new: bool = False) -> None:
         """Set the deadline of the state that the connection is in, if it has just come to it."""
         cycle, limits = self._request, self.limits
-        if cycle is not None and cycle.more_body:
+        if cycle is not None and cycle.more_body and cycle.response_complete:
+            name, seconds = "rest", limits.stall_s
+        elif cycle is not None and cycle.more_body:
             name, seconds = "body", limits.body_s
         elif cycle is not None and not cycle.response_complete:
             name, seconds = "response", limits.response_s
@@ -176,6 +186,69 @@ class BoundedProtocol(H11Protocol):
             self._deadline = asyncio.get_running_loop().call_later(seconds, self.abort)
 
 
-def make_protocol(limits: ConnectionLimits, tls: ssl.SSLContext | None = None) -> type[BoundedProtocol]:
-    """Return the class of the connections of a port, for the option `http` of uvicorn."""
-    return cast("type[BoundedProtocol]", type("_Connection", (BoundedProtocol,), {"limits": limits, "tls": tls}))
+async def _with_cut(app: Callable[..., Awaitable[None]], cut: Callable[[], None], scope: Any, *more: Any) -> None:
+    """Call an application that can close the connection: the peer of a response that fails must see that it is cut."""
+    await app({**scope, "extensions": {"fedplat.cut": cut}}, *more)
+
+
+def make_protocol(
+    limits: ConnectionLimits, tls: ssl.SSLContext | Callable[[], ssl.SSLContext] | None = None
+) -> type[BoundedProtocol]:
+    """Return the class of the connections of a port, for the option `http` of uvicorn.
+
+    `tls` is the context of all handshakes, or returns that of the next one.
+    """
+    get_tls = tls if callable(tls) else lambda: tls
+    attributes = {"limits": limits, "get_tls": staticmethod(get_tls)}
+    return cast("type[BoundedProtocol]", type("_Connection", (BoundedProtocol,), attributes))
+
+
+def bind(listen: str, *, shared: bool = False) -> socket.socket:
+    """Bind `host:port` without listening on it yet. Raises `OSError`; with `shared` others may bind it, too."""
+    host, _, port = listen.rpartition(":")
+    found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
+    family, kind, protocol, _, address = found[0]
+    # Not `create_server`, whose sockets do not name their protocol: asyncio then delays small packets.
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
+        bound.bind(address)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+class BackgroundServer(uvicorn.Server):
+    """A server within another program: without signal handlers. It wakes up once a second."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """Make the server end."""
+        self.should_exit = True
+        self._stopping.set()
+
+    @override
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):  # 0: update the header with the date
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), 1.0)
+
+    @contextlib.contextmanager
+    @override
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+    async def finish(self, task: asyncio.Task[None], grace_s: float) -> BaseException | None:
+        """Stop; cut the responses that are still open after `grace_s`. Return the error of `task`, which serves."""
+        self.stop()
+        await asyncio.wait([task], timeout=grace_s)
+        self.force_exit = True
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        (error,) = await asyncio.gather(task, return_exceptions=True)
+        return error

@@ -16,6 +16,9 @@ from fedplat_client.options import ClientOptions
 _LONGEST_RETRY_S = 86_400.0
 _NOTED, _NOTED_AGAIN = 3, 30
 """The log has a line at the third failure in a row, and then at each thirtieth."""
+_LEAST_POLL_S = 5.0
+_SHORTER, _LONGER = 0.8, 1.05
+"""What changes the wait of a poll: one that something on the way has ended, and one that was answered."""
 _Answer = TypeVar("_Answer")
 _logger = logging.getLogger(__name__)
 
@@ -56,6 +59,27 @@ def is_cut(exc: errors.CallError, lasted_s: float) -> bool:
     are. With a back-off that grows each time, an idle client would be away for a large part of its time.
     """
     return isinstance(exc, errors.UnreachableError) and exc.was_cut(lasted_s)
+
+
+class PollTime:
+    """How long a check-in may wait at the server: less than what is between lets a silent call wait.
+
+    A poll that was cut after 5 s or more makes the next one wait 0.8 times as long, at least 5 s. Each answer makes it
+    5 % longer again, since a server that restarts cuts all polls, too.
+    """
+
+    def __init__(self, most_s: float) -> None:
+        self._most_s = most_s
+        self.wait_s = most_s
+
+    def note_failure(self, exc: errors.CallError, lasted_s: float) -> None:
+        """Note a poll that has failed after so long."""
+        if lasted_s >= _LEAST_POLL_S and is_cut(exc, lasted_s):
+            self.wait_s = min(self._most_s, max(_LEAST_POLL_S, _SHORTER * lasted_s))
+
+    def note_answer(self) -> None:
+        """Note a poll that was answered."""
+        self.wait_s = min(self._most_s, _LONGER * self.wait_s)
 
 
 def draw_s(window: model_pb2.RetryWindow, rng: random.Random) -> float:

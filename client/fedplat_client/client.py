@@ -27,7 +27,8 @@ from fedplat_client._state.privacy_ledger import PrivacyLedger
 from fedplat_client._state.two_phase import ClientStateStore, Residuals, ServedAttempts
 from fedplat_client._work import heartbeat, process_group, training, transfer, work
 from fedplat_client._work.peers.port import PeerPort
-from fedplat_client.backoff import Backoff, draw_s, is_cut
+from fedplat_client.backoff import Backoff, PollTime, draw_s, is_cut
+from fedplat_client.http_channel import HttpChannel
 from fedplat_client.options import ClientOptions
 from fedplat_client.task import EvaluateFunction, TrainFunction
 
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", TrainFunction, EvaluateFunction)
 _NEXT_WAIT_S = 5.0
 """The longest time for which the answer to a report may wait for the next assignment; servers wait shorter."""
+_NO_HTTP_ADDRESS = (
+    "; the ticket has no address for HTTP/1.1: start the server with --http-listen and --http-address, and use one of "
+    "its new tickets"
+)
 _logger = logging.getLogger(__name__)
 
 
@@ -86,6 +91,7 @@ class Client:
         self._labels = _validate_labels(labels or {})
         self._directory = data_directory.DataDirectory(_resolve_data_dir(data_dir), server, population)
         self._options = options or ClientOptions()
+        self._poll_time = PollTime(self._options.check_in_wait_s)
         self._plugins = load_plugins(plugins or {}, CLIENT_KINDS)
         self._trainers: dict[str, TrainFunction] = {}
         self._evaluators: dict[str, EvaluateFunction] = {}
@@ -208,7 +214,13 @@ class Client:
         """Return an assignment, or the refusal."""
         session.enroll()
         prepare()
-        reply = session.check_in(self._options.check_in_wait_s)
+        began = self._options.clock()
+        try:
+            reply = session.check_in(self._poll_time.wait_s)
+        except errors.CallError as exc:
+            self._poll_time.note_failure(exc, self._options.clock() - began)
+            raise
+        self._poll_time.note_answer()
         return reply.assignment if reply.HasField("assignment") else _read_refusal(reply)
 
     def _next_check_in(self, session: ClientSession, *, is_last: bool) -> fleet_pb2.CheckInRequest | None:
@@ -217,10 +229,10 @@ class Client:
             return None
         return session.make_check_in(min(self._options.check_in_wait_s, _NEXT_WAIT_S))
 
-    def _log_session(self, client_id: str) -> None:
+    def _log_session(self, address: str, client_id: str) -> None:
         offers = ", ".join(sorted(self._trainers.keys() | self._evaluators.keys()))
         text = "The client is connected to %s as %s of the population %s, offers %s and waits for work."
-        _logger.info(text, self._server, client_id, self._population, offers, extra={"client": client_id})
+        _logger.info(text, address, client_id, self._population, offers, extra={"client": client_id})
 
     def _log_failure(self, exc: errors.CallError, session: ClientSession, lasted_s: float, retry_s: float) -> None:
         fields = {**self._fields, "retry_s": round(retry_s, 3)}
@@ -234,18 +246,22 @@ class Client:
         with self._directory.lock(), cancellation.on_signals(self._stop_on_signal), contextlib.ExitStack() as stack:
             identity = self._directory.load_identity(self._ticket)
             key = self._directory.load_signing_key(identity)
-            connect = functools.partial(transport.connect, self._server, tls=identity.tls, ca=identity.ca)
+            route = self._route(identity)
+            connect = functools.partial(self._connect, route)
             channel = stack.enter_context(connect())
-            signed = authenticator.SignedAccess(channel, key, self._options.call_timeout_s, self._log_session)
+            on_session = functools.partial(self._log_session, route.server)
+            signed = authenticator.SignedAccess(channel, key, self._options.call_timeout_s, on_session)
             access = stack.enter_context(self._certificates(signed, identity)) if self._options.mtls else signed
-            more = connect if access is signed else None  # a certificate has one connection, which is renewed with it
-            connection = authenticator.Connection(access, self._options.call_timeout_s, more)
+            http = channel if isinstance(channel, HttpChannel) else None
+            # A certificate has one connection, which is renewed with it; closing a channel of HTTP ends no call.
+            more = connect if access is signed and http is None else None
+            connection = authenticator.Connection(access, self._options.call_timeout_s, more, http)
             port = stack.enter_context(self._peer_port(signed, identity))
             open_silos = functools.cache(lambda: stack.enter_context(self._open_silos(parts, port, signed)))
             parts = self._open_parts(connection, key)
             halves = registry.make_halves(open_silos)
             worker = work.AssignmentWorker(parts, lambda each: halves[registry.name_of(each)])
-            endpoints = Endpoints(signed, connection)
+            endpoints = Endpoints(signed, connection, route)
             session = ClientSession(endpoints, self._directory, identity, self._description(), self._stop)
             is_silo = self._options.takes_exchanges or self._directory.silos.exists()
             unfinished = open_silos().find_unfinished() if is_silo else []
@@ -260,6 +276,20 @@ class Client:
                         open_silos().forget(begun)
 
             yield session, prepare, worker
+
+    def _route(self, identity: data_directory.Identity) -> transport.ServerRoute:
+        options = self._options
+        address, hint = self._server, ""
+        if options.transport == "http":
+            address = identity.http or address
+            hint = _NO_HTTP_ADDRESS * (not identity.http)
+        return transport.ServerRoute(
+            address, identity.tls, identity.ca + options.read_authorities(), options.proxy, hint
+        )
+
+    def _connect(self, route: transport.ServerRoute) -> transport.Channel:
+        connect = transport.connect_http if self._options.transport == "http" else transport.connect
+        return connect(route.server, tls=route.tls, ca=route.ca, proxy=route.proxy)
 
     def _open_parts(self, connection: authenticator.Connection, key: SigningKey) -> work.ClientParts:
         directory, options = self._directory, self._options

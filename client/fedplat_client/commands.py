@@ -55,6 +55,9 @@ class _IdentityOptions(TypedDict):
 class _ClientCommandOptions(_IdentityOptions):
     plugins: tuple[str, ...]
     labels: tuple[str, ...]
+    transport: str
+    proxy: str
+    ca: Path | None
     mtls: bool
     require_secure_aggregation: bool
     require_local_noise: bool
@@ -140,6 +143,29 @@ _RUN_OPTIONS = (
         "installed package. KIND is codecs or algorithms; repeatable.",
     ),
     click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="Add a label; repeatable."),
+    _option(
+        "--transport",
+        type=click.Choice(("grpc", "http")),
+        default="grpc",
+        envvar="FEDPLAT_TRANSPORT",
+        show_default=True,
+        help="How to reach the server: gRPC, or HTTP/1.1 (the server's --http-listen) in networks that let no gRPC "
+        "through.",
+    ),
+    _option(
+        "--proxy",
+        default="",
+        envvar="FEDPLAT_PROXY",
+        metavar="URL|none",
+        help="Proxy for the connection to the server, such as http://proxy.example:3128; default: that of the "
+        "environment (https_proxy, no_proxy). Keep a password in the variable: all users of the host see arguments.",
+    ),
+    _option(
+        "--ca",
+        type=click.Path(path_type=Path, dir_okay=False),
+        envvar="FEDPLAT_CA",
+        help="File with certificates (PEM) of further authorities to trust, such as that of a proxy that inspects TLS.",
+    ),
     _flag(
         "--mtls",
         envvar="FEDPLAT_MTLS",

@@ -10,11 +10,13 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from fedplat import wire
 from fedplat.secure_aggregation.messages import KEY_BYTES, MAX_GROUP, MIN_GROUP
-from fedplat.wire import auth
+from fedplat.wire import auth, proxies
 from fedplat_client.cancellation import StopSignal
+from fedplat_client.errors import DataDirectoryError
 
 if TYPE_CHECKING:
     from fedplat.secure_aggregation.participant import ParticipantLimits
@@ -50,6 +52,13 @@ class ClientOptions:
     jobs besides the current one."""
     max_model_bytes: int = 32 * 2**30
     """Largest model that is downloaded; a larger one fails the assignment (`TRANSFER_FAILED`)."""
+    transport: str = "grpc"
+    """`"grpc"`, or `"http"` for HTTP/1.1, in networks that let no gRPC through."""
+    proxy: str = ""
+    """`http://HOST:PORT` of a proxy for the connection to the server, with `USER:PASSWORD@` before the host if need be,
+    or `"none"`; by default the proxy of the environment (`https_proxy`, `no_proxy`)."""
+    ca: str | os.PathLike[str] | None = None
+    """File with the certificates (PEM) of further authorities to trust, such as that of a proxy that inspects TLS."""
     mtls: bool = False
     """Authenticate with a short-lived certificate instead of signing each call."""
     require_secure_aggregation: bool = False
@@ -103,6 +112,7 @@ class ClientOptions:
             number: int = getattr(self, name)
             if number < least:
                 raise ValueError(f"{name} is {number}; expected at least {least}")
+        self._check_transport()
         self._check_secure_limits()
         if self.trusted_clients is not None:
             keys = _parse_keys(_read_lines(self.trusted_clients))
@@ -125,6 +135,32 @@ class ClientOptions:
     def trusted_keys(self) -> frozenset[bytes] | None:
         """The public keys of the clients that the owner trusts; None: those of any client."""
         return self._trusted_keys
+
+    def _check_transport(self) -> None:
+        if self.transport not in ("grpc", "http"):
+            raise ValueError(f"transport is {self.transport!r}; expected 'grpc' or 'http'")
+        if self.transport == "http" and (self.mtls or self.peer_listen):
+            name = "mtls" if self.mtls else "peer_listen"
+            raise ValueError(f"{name} needs gRPC, whose connections have certificates; use it without transport 'http'")
+        proxy = urlsplit(self.proxy) if self.proxy not in ("", proxies.NONE) else None
+        if proxy is not None and (proxy.scheme != "http" or not proxy.hostname or proxy.path not in ("", "/")):
+            shown = self.proxy.rpartition("@")[2]
+            raise ValueError(f"proxy is {shown[:100]!r}; expected a URL such as 'http://proxy.example:3128', or 'none'")
+
+    def read_authorities(self) -> str:
+        """Return the certificates of `ca`, PEM; empty without the option. Raises `DataDirectoryError`."""
+        if self.ca is None:
+            return ""
+        try:
+            text = Path(self.ca).read_text(encoding="ascii")
+        except (OSError, UnicodeDecodeError) as exc:
+            raise DataDirectoryError(f"the file of authorities {os.fspath(self.ca)} cannot be read: {exc}") from exc
+        if "-----BEGIN CERTIFICATE-----" not in text:
+            raise DataDirectoryError(
+                f"the file of authorities {os.fspath(self.ca)} has no certificate in PEM; expected "
+                "-----BEGIN CERTIFICATE-----"
+            )
+        return text
 
     def _check_secure_limits(self) -> None:
         if not MIN_GROUP <= self.min_secure_clients <= MAX_GROUP:

@@ -1,4 +1,4 @@
-"""Calls on a channel: the only module that handles gRPC's options, deadlines and errors.
+"""Calls on a channel, of gRPC or HTTP: the only module that handles gRPC's options, deadlines and errors.
 
 Messages are serialized before gRPC sees them, so that a client signs exactly the bytes that it sends.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
 import grpc
 from google.protobuf.message import Message
@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from fedplat import wire
 from fedplat.wire import auth, messages, proxies
 from fedplat.wire.v1 import fleet_pb2, model_pb2, peer_pb2
-from fedplat_client import cancellation, errors
+from fedplat_client import cancellation, errors, http_channel
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 Response = TypeVar("Response", bound=Message)
@@ -65,6 +65,31 @@ _SERVICE = fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].full_name
 PEER_SERVICE = peer_pb2.DESCRIPTOR.services_by_name["Peer"].full_name
 
 
+Channel: TypeAlias = grpc.Channel | http_channel.HttpChannel
+"""A way to make calls."""
+TRANSPORTS = ("grpc", "http")
+
+
+@dataclass(frozen=True)
+class ServerRoute:
+    """The way to a server: its `host:port`, the authorities to trust (PEM), and the proxy, as for `connect`."""
+
+    server: str
+    tls: bool
+    ca: str
+    proxy: str = ""
+    hint: str = ""
+    """What to check if something else answers there."""
+
+
+def connect_http(server: str, *, tls: bool = False, ca: str = "", proxy: str = "") -> http_channel.HttpChannel:
+    """Open a channel of HTTP/1.1 to `host:port`. `proxy`: its URL, or "none"; by default that of the environment."""
+    context = http_channel.make_context(ca) if tls else None
+    found = proxies.find(server, given=proxy)
+    usable = found if found is not None and not found.problem else None
+    return http_channel.HttpChannel(http_channel.Destination(server, context, usable))
+
+
 def connect(
     server: str,
     *,
@@ -72,13 +97,14 @@ def connect(
     ca: str = "",
     client_certificate: tuple[bytes, bytes] | None = None,
     expected_host: str = "",
+    proxy: str = "",
 ) -> grpc.Channel:
     """Open a channel to `host:port`; with TLS, trust `ca` (PEM) instead of the platform's authorities.
 
     `client_certificate`: the client's private key and certificate, PEM. `expected_host`: the DNS name that the server's
-    certificate must have, instead of the host.
+    certificate must have, instead of the host. `proxy`: its URL, or "none"; by default that of the environment.
     """
-    options = (*_CHANNEL_OPTIONS, *proxies.channel_options(server))
+    options = (*_CHANNEL_OPTIONS, *proxies.channel_options(server, proxy))
     if not tls:
         return grpc.insecure_channel(server, options=options, compression=grpc.Compression.NoCompression)
     credentials = grpc.ssl_channel_credentials(ca.encode() or None, *(client_certificate or ()))
@@ -100,19 +126,19 @@ class Method(Generic[Response]):
         """The method's name in gRPC and in signatures."""
         return f"/{self.service}/{self.name}"
 
-    def start(self, channel: grpc.Channel, request: bytes, timeout_s: float, metadata: Metadata) -> _Future[Response]:
+    def start(self, channel: Channel, request: bytes, timeout_s: float, metadata: Metadata) -> _Future[Response]:
         """Start the call; the future's result is its response."""
         method = channel.unary_unary(self.path, response_deserializer=self.response.FromString)
         return cast(Any, method).future(request, timeout=timeout_s, metadata=metadata)
 
     def start_sending(
-        self, channel: grpc.Channel, requests: Iterator[bytes], timeout_s: float, metadata: Metadata
+        self, channel: Channel, requests: Iterator[bytes], timeout_s: float, metadata: Metadata
     ) -> _Future[Response]:
         """Start the call with a stream of requests."""
         method = channel.stream_unary(self.path, response_deserializer=self.response.FromString)
         return cast(Any, method).future(requests, timeout=timeout_s, metadata=metadata)
 
-    def start_receiving(self, channel: grpc.Channel, request: bytes, timeout_s: float, metadata: Metadata) -> Any:
+    def start_receiving(self, channel: Channel, request: bytes, timeout_s: float, metadata: Metadata) -> Any:
         """Start the call; return an iterator over the bytes of the pieces of a file."""
         method = channel.unary_stream(self.path, response_deserializer=_decode_piece)
         return cast(Any, method)(request, timeout=timeout_s, metadata=metadata)
@@ -152,7 +178,7 @@ def translate_error(exc: grpc.RpcError) -> errors.CallError:
     error_code = {entry.key: entry.value for entry in exc.trailing_metadata() or ()}.get(auth.METADATA_CODE)
     if (error_type := _BY_CODE.get(str(error_code))) is not None:
         return error_type(status.name, text, _retry_window(exc))
-    if status is grpc.StatusCode.UNAVAILABLE and error_code is None:
+    if error_code is None and (status is grpc.StatusCode.UNAVAILABLE or proxies.is_cut(text)):
         return errors.UnreachableError(status.name, text, _retry_window(exc))
     if status in _TRY_LATER:
         return errors.ServerUnavailableError(status.name, text, _retry_window(exc))

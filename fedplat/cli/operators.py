@@ -17,7 +17,7 @@ from fedplat.cli.options import JsonOption, ServerOption
 from fedplat.cli.output import ListColumn, ListLayout, OutputFormat, to_record
 from fedplat.cli.session import FormatOption, own_timeout_s, session
 from fedplat.errors import ProfileError
-from fedplat.wire.auth import is_address
+from fedplat.wire.auth import Ticket, is_address
 from fedplat.wire.v1 import admin_pb2
 
 app = typer.Typer(no_args_is_help=True, help="Manage the operators of the server.", rich_markup_mode=None)
@@ -147,6 +147,12 @@ def create_token(  # noqa: PLR0913 -- one parameter for each option of the comma
             help="Address at which clients reach the server. Default: the address that this command uses.",
         ),
     ] = "",
+    ticket_version: Annotated[
+        int,
+        typer.Option(
+            min=1, max=2, help="Version of the ticket. 1, for clients before 0.2, has no address for HTTP/1.1."
+        ),
+    ] = 2,
     server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -159,6 +165,8 @@ def create_token(  # noqa: PLR0913 -- one parameter for each option of the comma
         raise typer.BadParameter(f"--address {address!r}: expected HOST:PORT, the address that clients connect to")
     with session(context, server, as_json) as command:
         made = command.client.create_enrollment(population, uses, expires_s, address or command.client.server)
+        if ticket_version == 1:
+            made.ticket = msgspec.structs.replace(Ticket.from_text(made.ticket), http="").to_text()
         if command.output.as_json:
             command.output.json(to_record(made))
             return

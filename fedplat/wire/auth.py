@@ -1,8 +1,9 @@
 """Client authentication as both ends implement it: the enrollment ticket, names in certificates, and signed bytes.
 
-A ticket is one printable line, `fpt1.` and base64url. It holds everything that a new client needs to find a server, to
-authenticate it and to enroll. Signed bytes begin with a tag of their purpose, and each part is preceded by its length,
-so no signature is valid for another purpose. Signatures are Ed25519 (RFC 8032); this module neither signs nor verifies.
+A ticket is one printable line, `fpt1.` or `fpt2.` and base64url. It holds everything that a new client needs to find a
+server, to authenticate it and to enroll. Signed bytes begin with a tag of their purpose, and each part is preceded by
+its length, so no signature is valid for another purpose. Signatures are Ed25519 (RFC 8032); this module neither signs
+nor verifies.
 """
 
 from __future__ import annotations
@@ -32,17 +33,13 @@ MAX_TICKET: Final = 32_768
 PEER_DOMAIN: Final = "peer.fedplat.invalid"
 """The domain of clients' DNS names in certificates. No host has such a name (RFC 6761, section 6.4)."""
 
-_PREFIX = "fpt1."
+_PREFIX, _PREFIX_TWO = "fpt1.", "fpt2."
 _CLIENT_URI = re.compile(r"fedplat:client:([^/]+/[0-9]{1,18})")
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+(%\w+)?\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")
 
 
-class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A ticket that an operator issues to a client; `secret` is the enrollment token.
-
-    `ca` is the certificate (PEM) of the authority that the client must trust. If it is empty, the client trusts the
-    authorities that its platform trusts or, if `tls` is false, connects without encryption.
-    """
+class _TicketOne(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The content of version 1: an array, which cannot have more fields."""
 
     server: str
     population: str
@@ -50,12 +47,34 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     tls: bool = False
     ca: str = ""
 
+
+class Ticket(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A ticket that an operator issues to a client; `secret` is the enrollment token.
+
+    `ca` is the certificate (PEM) of the authority that the client must trust. If it is empty, the client trusts the
+    authorities that its platform trusts or, if `tls` is false, connects without encryption. `http` is the address for
+    HTTP/1.1; if it is empty, a client that needs it tries `server`.
+
+    With `http`, the line is of version 2: a map, of which later releases may add entries. Clients before 0.2 refuse it.
+    """
+
+    server: str
+    population: str
+    secret: str
+    tls: bool = False
+    ca: str = ""
+    http: str = ""
+
     def __repr__(self) -> str:
         return f"Ticket(server={self.server!r}, population={self.population!r}, tls={self.tls})"
 
     def to_text(self) -> str:
         """Return the printable line."""
-        return _PREFIX + base64.urlsafe_b64encode(msgspec.msgpack.encode(self)).rstrip(b"=").decode()
+        content: msgspec.Struct = self
+        if not self.http:
+            content = _TicketOne(self.server, self.population, self.secret, self.tls, self.ca)
+        prefix = _PREFIX_TWO if self.http else _PREFIX
+        return prefix + base64.urlsafe_b64encode(msgspec.msgpack.encode(content)).rstrip(b"=").decode()
 
     @classmethod
     def from_text(cls, text: str) -> Ticket:
@@ -63,25 +82,31 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         line = text.strip()
         if len(line) > MAX_TICKET:
             raise TicketError(f"the ticket has {len(line)} characters; expected at most {MAX_TICKET}")
-        if not line.startswith(_PREFIX):
+        if not line.startswith((_PREFIX, _PREFIX_TWO)):
             raise TicketError(
-                f"this is not a ticket of this version: expected one line that begins with {_PREFIX}; "
+                f"this is not a ticket of this version: expected one line that begins with {_PREFIX} or {_PREFIX_TWO}; "
                 "an operator makes one with: fedplat enrollment create"
             )
-        ticket = _decode_body(line.removeprefix(_PREFIX))
+        ticket = _decode_body(line)
         if ticket is None:  # no cause: it would show the part that could not be decoded
             raise TicketError("the ticket is damaged: copy the whole line again, or ask for another one")
         if not (ticket.server and ticket.population and ticket.secret):
             raise TicketError("the ticket is incomplete: ask for another one")
         if not is_address(ticket.server):
             raise TicketError(f"the ticket's server is {ticket.server[:80]!r}; ask for a ticket with host:port")
+        if ticket.http and not is_address(ticket.http):
+            raise TicketError(f"the ticket's address for HTTP is {ticket.http[:80]!r}; ask for a ticket with host:port")
         return ticket
 
 
-def _decode_body(body: str) -> Ticket | None:
+def _decode_body(line: str) -> Ticket | None:
+    prefix, body = line[: len(_PREFIX)], line[len(_PREFIX) :]
     try:
         content = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
-        return msgspec.msgpack.decode(content, type=prepare_type(Ticket))
+        if prefix == _PREFIX_TWO:
+            return msgspec.msgpack.decode(content, type=prepare_type(Ticket))
+        one = msgspec.msgpack.decode(content, type=prepare_type(_TicketOne))
+        return Ticket(one.server, one.population, one.secret, one.tls, one.ca)
     except (binascii.Error, ValueError, msgspec.MsgspecError):
         return None
 

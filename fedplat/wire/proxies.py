@@ -23,6 +23,9 @@ _VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
 _UNUSED = "all_proxy"
 """A variable of other programs, which gRPC ignores; messages name it."""
 _EXCEPTIONS = ("no_grpc_proxy", "no_proxy")
+NONE = "none"
+"""The value of `OPTION` for a direct connection."""
+OPTION = "--proxy"
 _STATUS = re.compile(r"http2 header with status: (\d{3})", re.IGNORECASE)
 _CAUSE = re.compile(
     r".*last error: (?:[A-Z_]+: )?(?:(?:ipv[46]|unix):\S+ )?(?:Failed to connect to remote host: )?", re.DOTALL
@@ -52,8 +55,10 @@ class Proxy:
         return "" if scheme.casefold() == "http" else f"gRPC connects through proxies of http:// only, not {scheme}://"
 
 
-def find(server: str, environment: Mapping[str, str] = os.environ) -> Proxy | None:
+def find(server: str, environment: Mapping[str, str] = os.environ, given: str = "") -> Proxy | None:
     """Return the proxy of the environment for `host:port`; None if it has none, as for this machine.
+
+    `given` is a URL that replaces it, or "none".
 
     A proxy with a `problem` is not used.
 
@@ -61,6 +66,8 @@ def find(server: str, environment: Mapping[str, str] = os.environ) -> Proxy | No
     the proxy proxy:3128 of HTTPS_PROXY
     >>> find("fed.example.org:7443", {"HTTPS_PROXY": "http://proxy:3128", "NO_PROXY": ".example.org"})
     """
+    if given:
+        return None if given == NONE else Proxy(given, OPTION)
     host = server.rpartition(":")[0].strip("[]").casefold()
     if _is_own(host) or any(_matches(host, _read(name, environment)[1]) for name in _EXCEPTIONS):
         return None
@@ -71,23 +78,23 @@ def find(server: str, environment: Mapping[str, str] = os.environ) -> Proxy | No
     return None
 
 
-def channel_options(server: str) -> tuple[tuple[str, str | int], ...]:
+def channel_options(server: str, given: str = "") -> tuple[tuple[str, str | int], ...]:
     """Return the options of a channel to `host:port`: its proxy, or none whatever the environment has."""
-    proxy = find(server)
+    proxy = find(server, given=given)
     if proxy is None or proxy.problem:
         return (("grpc.enable_http_proxy", 0),)
     return (("grpc.http_proxy", proxy.url),)
 
 
-def is_direct(server: str) -> bool:
+def is_direct(server: str, given: str = "") -> bool:
     """Return whether `host:port` is reached without a proxy."""
-    proxy = find(server)
+    proxy = find(server, given=given)
     return proxy is None or bool(proxy.problem)
 
 
-def explain(server: str, reason: str) -> str:
+def explain(server: str, reason: str, given: str = "") -> str:
     """Return why a server cannot be reached, with what is between here and the server."""
-    reason, proxy = shorten(reason), find(server)
+    reason, proxy = shorten(reason), find(server, given=given)
     if proxy is None:
         return reason
     host = server.rpartition(":")[0]
@@ -96,6 +103,8 @@ def explain(server: str, reason: str) -> str:
             f"{reason}; {proxy} is not used, because {proxy.problem}: set grpc_proxy=http://HOST:PORT, or add {host} "
             "to no_proxy"
         )
+    if given:
+        return f"{reason}; the connection goes through {proxy}: check it, or use {OPTION} {NONE}"
     return f"{reason}; the connection goes through {proxy}: check it, or add {host} to no_proxy"
 
 
@@ -106,6 +115,20 @@ def explain_status(details: str) -> str:
         return details
     text = f"a proxy or load balancer before the server answers with the HTTP status {found[1]}"
     return text + ": raise its limit on requests (nginx: client_max_body_size 0)" * (int(found[1]) == _TOO_LARGE)
+
+
+def explain_http(status: int) -> str:
+    """Return the text of an answer of HTTP that is not the server's."""
+    return explain_status(f"http2 header with status: {status}")
+
+
+def explain_tunnel(error: str) -> str:
+    """Return why a proxy opens no connection, from the text of `http.client`; empty if it is another error."""
+    found = re.search(r"Tunnel connection failed: (\d{3})", error)
+    if found is None:
+        return ""
+    advice = ", it wants a user and a password: http://USER:PASSWORD@HOST:PORT" * (found[1] == "407")
+    return f"failed to connect: the proxy refuses with the HTTP status {found[1]}{advice}"
 
 
 def is_cut(details: str) -> bool:
@@ -126,6 +149,8 @@ def shorten(details: str) -> str:
         return "the host name is not known"
     if details in ("Cancelling all calls", "Socket closed", "CANCELLED") or is_cut(details):
         return "the connection was closed"
+    if "selected ALPN" in details:
+        return "what answers there does not speak gRPC: it may be a proxy, or the server's port of HTTP/1.1"
     if (explained := explain_status(details)) != details:
         return explained
     return _CAUSE.sub("", details)

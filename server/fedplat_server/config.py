@@ -56,6 +56,7 @@ class Limits(msgspec.Struct, frozen=True):
     `newcomer_reads`: concurrent first messages of callers without a credential, of which `newcomer_reads_per_network`
     may be of one network (an IPv4 address, or the /64 of an IPv6 address); others wait for up to `newcomer_read_s`,
     and each must be complete within the same time, or within `newcomer_share_s` if others wait.
+    `http_connections`: open connections of the port of HTTP, each of which serves one call at a time.
     `open_calls`: concurrent calls of the open services (health, reflection) on one port. `upload_memory_bytes`: the
     memory of all updates that are being received; of the others, `max_waiting_uploads` wait for up to `upload_wait_s`.
     """
@@ -87,6 +88,7 @@ class Limits(msgspec.Struct, frozen=True):
     newcomer_reads_per_network: int = 32
     newcomer_read_s: float = 5.0
     newcomer_share_s: float = 0.25
+    http_connections: int = 4000
     open_calls: int = 1024
     open_calls_per_network: int = 64
     upload_memory_bytes: int = 160 * 2**20
@@ -136,6 +138,9 @@ class ServerConfig(msgspec.Struct, frozen=True):
     `webhook_networks`: the networks that webhooks may reach although their addresses are not public.
     `trusted_proxies`: the networks of proxies whose `x-forwarded-for` header is trusted to name the caller.
     At `dashboard_listen` (`host:port`; empty: disabled) a child process serves the pages for browsers.
+    At `http_listen` (`host:port`; empty: disabled) it serves the calls of clients over HTTP/1.1, with the same
+    certificates, and with `http_operators` also those of operators; web pages of `http_origins` may call it. Tickets
+    have `http_address`, where clients reach it ("": they try the address of gRPC).
     At `health_listen` (`host:port`; empty: disabled) it serves only gRPC's health service, without TLS, for probes.
     A connection that is `connection_age_s` old accepts no new calls; open ones may last twice the longest poll.
     At `metrics_listen` (`host:port`; empty: disabled) it serves metrics for Prometheus, which include those of jobs
@@ -187,6 +192,10 @@ class ServerConfig(msgspec.Struct, frozen=True):
     blob_cache_bytes: int = DEFAULT_CACHE_BYTES
     spool: str = ""
     health_listen: str = ""
+    http_listen: str = ""
+    http_address: str = ""
+    http_origins: tuple[str, ...] = ()
+    http_operators: bool = False
     place: str = ""
 
     @property

@@ -67,7 +67,7 @@ class Daemon:
         self._open_store = open_store or functools.partial(
             _open_store, plugins=config.plugins.table, instruments=self.metrics.instruments
         )
-        self.port = self.mtls_port = 0
+        self.port = self.mtls_port = self.http_port = 0
         self.started = asyncio.Event()
         self._stopping = asyncio.Event()
 
@@ -83,7 +83,7 @@ class Daemon:
                 logs.get().warning(warning)
             async with contextlib.AsyncExitStack() as stack:
                 endpoint = serving.Endpoint(config, self._utc_now, self.metrics.instruments, self._tracing)
-                self.port, self.mtls_port = endpoint.port, endpoint.mtls_port
+                self.port, self.mtls_port, self.http_port = endpoint.port, endpoint.mtls_port, endpoint.http_port
                 stack.push_async_callback(endpoint.stop, 0)
                 await endpoint.start_probes()
                 await stack.enter_async_context(self.metrics.serve(endpoint.certificates))
@@ -195,7 +195,8 @@ class Daemon:
         if not self.started.is_set():
             await endpoint.start()
             self.started.set()
-            ports = {"port": endpoint.port, "mtls_port": endpoint.mtls_port, "health_port": endpoint.health_port}
+            ports = {"port": endpoint.port, "mtls_port": endpoint.mtls_port, "http_port": endpoint.http_port}
+            ports["health_port"] = endpoint.health_port
             ports = {name: port for name, port in ports.items() if port}
             logs.get().info("the server is ready", **ports, data_dir=str(self._config.data_dir))
 

@@ -7,14 +7,18 @@ import random
 import threading
 from collections.abc import Callable
 
+import grpc
 import pytest
 
 from fedplat import wire
+from fedplat.model import Parameters
 from fedplat.wire.v1 import model_pb2
 from fedplat_client import Cancelled, ClientOptions
-from fedplat_client.backoff import Backoff, draw_s, retry
+from fedplat_client.backoff import Backoff, PollTime, draw_s, retry
 from fedplat_client.cancellation import Stop, StopSignal, reason_name
 from fedplat_client.errors import CallError, CallRefusedError, ServerUnavailableError, UnreachableError
+from support.fake_fleet import FakeFleet
+from support.transfers import MakeClient, run
 
 
 class Extreme(random.Random):
@@ -37,6 +41,38 @@ def test_the_back_off_is_full_jitter_bounded_and_starts_anew() -> None:
     low = Backoff(ClientOptions(rng=Extreme(high=False)))
     assert [low.next_s() for _ in range(3)] == [0.0, 0.0, 0.0]
     assert all(math.isfinite(high.next_s()) for _ in range(2000))
+
+
+@pytest.mark.parametrize(
+    "text", ["Socket closed", "Received RST_STREAM with error code 2", "the connection was closed"]
+)
+def test_a_poll_that_was_cut_makes_the_next_one_shorter(text: str) -> None:
+    cut, poll = UnreachableError("UNAVAILABLE", text), PollTime(60.0)
+    poll.note_failure(UnreachableError("UNAVAILABLE", "failed to connect to all addresses"), 50.0)
+    poll.note_failure(ServerUnavailableError("RESOURCE_EXHAUSTED", "the server is busy"), 50.0)
+    poll.note_failure(cut, 4.9)
+    assert poll.wait_s == 60.0
+    poll.note_failure(cut, 50.0)
+    assert poll.wait_s == 40.0
+    poll.note_answer()
+    assert poll.wait_s == 42.0
+    poll.note_failure(cut, 5.5)
+    assert poll.wait_s == 5.0
+    for _ in range(52):
+        poll.note_answer()
+    assert poll.wait_s == 60.0
+    short = PollTime(2.0)
+    short.note_failure(cut, 10.0)
+    assert short.wait_s == 2.0
+
+
+def test_a_client_polls_for_a_shorter_time_after_a_cut(
+    fleet: FakeFleet, make_client: MakeClient, base: Parameters
+) -> None:
+    fleet.assign(fleet.add_model(base))
+    fleet.failures["CheckIn"] = [grpc.StatusCode.UNAVAILABLE] * 2
+    run(make_client(clock=lambda: 20.0 * fleet.calls.count("CheckIn")))
+    assert [request.wait_s for request in fleet.requests["CheckIn"]] == [60.0, 16.0, 16.0]
 
 
 def test_equal_seeds_wait_equally_and_others_do_not() -> None:

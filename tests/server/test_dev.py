@@ -155,6 +155,10 @@ def test_a_ticket_is_replaced_when_it_is_of_no_use(run: Run, data: Path) -> None
     (data / "demo.ticket").write_text("rubbish")
     assert "made the ticket" in run(where=other)[1]
     assert "kept the ticket" in run(where=other)[1]
+    assert ticket_of(data).http == ""
+    http = f"127.0.0.1:{processes.free_port()}"
+    assert f"the server is ready at {other} (HTTP/1.1 at {http})" in run("--http-listen", http, where=other)[1]
+    assert ticket_of(data).http == http
 
 
 def test_each_population_has_its_own_ticket(run: Run, data: Path) -> None:
@@ -235,7 +239,12 @@ def test_an_address_that_does_not_fit_makes_nothing(run: Run, data: Path, listen
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [(("--population", "a b"), "letters, digits"), (("--log-level", "LOUD"), "expected DEBUG")]
+    ("options", "message"),
+    [
+        (("--population", "a b"), "letters, digits"),
+        (("--log-level", "LOUD"), "expected DEBUG"),
+        (("--http-listen", "0.0.0.0:7444"), "--http-listen 0.0.0.0:7444: this server listens on loopback only"),
+    ],
 )
 def test_wrong_options_make_nothing(run: Run, data: Path, options: list[str], message: str) -> None:
     assert message in one_line(run(*options), 2)

@@ -14,11 +14,12 @@ from google.protobuf.message import Message
 from fedplat import wire
 from fedplat.wire import auth, messages
 from fedplat.wire.v1 import fleet_pb2, model_pb2
-from fedplat_client import cancellation, errors, spans
+from fedplat_client import cancellation, errors, http_channel, spans
 from fedplat_client._state.data_dir import SigningKey
 from fedplat_client.cancellation import StopSignal
 from fedplat_client.errors import CallError, CallRefusedError, IncompatibleServerError, ServerUnavailableError
-from fedplat_client.transport import Metadata, Method, Response, result, translate_error
+from fedplat_client.http_channel import HttpChannel
+from fedplat_client.transport import Channel, Metadata, Method, Response, result, translate_error
 
 _CHALLENGE = Method("GetChallenge", fleet_pb2.GetChallengeResponse)
 _OPEN = Method("OpenSession", fleet_pb2.OpenSessionResponse)
@@ -28,7 +29,7 @@ _OPEN = Method("OpenSession", fleet_pb2.OpenSessionResponse)
 class CallCredentials:
     """The credentials of one call: a channel, metadata, the session that they belong to, and when the call began."""
 
-    channel: grpc.Channel
+    channel: Channel
     metadata: Metadata
     session_id: str = ""
     began_at: float = 0.0
@@ -54,7 +55,7 @@ class SignedAccess:
 
     def __init__(
         self,
-        channel: grpc.Channel,
+        channel: Channel,
         key: SigningKey,
         timeout_s: float,
         on_session: Callable[[str], None] = lambda client_id: None,
@@ -174,30 +175,40 @@ class Connection:
     """
 
     def __init__(
-        self, access: Access, call_timeout_s: float, connect: Callable[[], grpc.Channel] | None = None
+        self,
+        access: Access,
+        call_timeout_s: float,
+        connect: Callable[[], Channel] | None = None,
+        http: HttpChannel | None = None,
     ) -> None:
-        """`connect` opens one more channel to the server, on which the same credentials are valid."""
+        """`connect` opens one more channel to the server, on which the same credentials are valid.
+
+        `http` is the channel of `access`, if it is one of HTTP/1.1.
+        """
         self._access = access
         self._timeout_s = call_timeout_s
         self._connect = connect
+        self._http = http
 
     @property
     def can_dial(self) -> bool:
         """True if `dial` may be called."""
         return self._connect is not None
 
-    def dial(self) -> grpc.Channel:
+    def dial(self) -> Channel:
         """Open one more connection to the server, for `download`."""
         assert self._connect is not None
         return self._connect()
 
     def check_in(self, request: fleet_pb2.CheckInRequest, signal: StopSignal) -> fleet_pb2.CheckInResponse:
         """Wait for an assignment, at most `request.wait_s`."""
+        self._limit_wait(request)
         with version_check():
             return self._call(_CHECK_IN, request, signal, request.wait_s + self._timeout_s)
 
     def heartbeat(self, request: fleet_pb2.HeartbeatRequest, signal: StopSignal) -> fleet_pb2.HeartbeatResponse:
         """Send the progress; wait for a stop order or, after `request.wait_s`, for the remaining time."""
+        self._limit_wait(request)
         return self._call(_HEARTBEAT, request, signal, request.wait_s + self._timeout_s)
 
     def query_upload(self, request: fleet_pb2.QueryUploadRequest, signal: StopSignal) -> int:
@@ -219,6 +230,7 @@ class Connection:
 
     def step(self, request: fleet_pb2.StepRequest, signal: StopSignal) -> fleet_pb2.StepResponse:
         """Send the message of a step; wait for the input of what the client does next, at most `request.wait_s`."""
+        self._limit_wait(request)
         return self._call(_STEP, request, signal, request.wait_s + self._timeout_s)
 
     def fail(self, request: fleet_pb2.FailRequest, timeout_s: float) -> None:
@@ -230,7 +242,7 @@ class Connection:
         request: fleet_pb2.DownloadRequest,
         timeout_s: float,
         signal: StopSignal,
-        channel: grpc.Channel | None = None,
+        channel: Channel | None = None,
     ) -> Generator[messages.Bytes]:
         """Yield the bytes of a model from an offset on, in pieces. Close the iterator to stop early.
 
@@ -253,7 +265,33 @@ class Connection:
     def upload(
         self, header: fleet_pb2.UploadHeader, parts: Iterator[messages.Bytes], timeout_s: float, signal: StopSignal
     ) -> int:
-        """Send a header and then data; return the number of bytes that the server now has."""
+        """Send a header and then data; return the number of bytes that the server now has.
+
+        Over HTTP the data are sent in several requests, because what is before the server may limit their size.
+        """
+        if self._http is None:
+            return self._upload(header, parts, timeout_s, signal)
+        waiting, is_over = bytearray(), False
+        while True:
+            while not is_over and len(waiting) < self._http.piece_bytes:
+                part = next(parts, None)
+                is_over = part is None
+                waiting += part or b""
+            size = min(len(waiting), self._http.piece_bytes)
+            try:
+                received = self._upload(header, iter([bytes(waiting[:size])]), timeout_s, signal)
+            except errors.UnreachableError:
+                if self._http.piece_bytes >= size:
+                    raise
+                continue  # a proxy has refused the size: send less at a time
+            if received != header.offset + size or (is_over and size == len(waiting)):
+                return received
+            del waiting[:size]
+            header.offset = received
+
+    def _upload(
+        self, header: fleet_pb2.UploadHeader, parts: Iterator[messages.Bytes], timeout_s: float, signal: StopSignal
+    ) -> int:
         first = fleet_pb2.UploadRequest(header=header).SerializeToString()
 
         def requests() -> Iterator[bytes]:
@@ -269,6 +307,13 @@ class Connection:
             ).received_bytes
         except CallError as exc:
             raise self._translate_stream_error(used, exc) from exc
+
+    def _limit_wait(
+        self, request: fleet_pb2.CheckInRequest | fleet_pb2.HeartbeatRequest | fleet_pb2.StepRequest
+    ) -> None:
+        """Make a call over HTTP wait shorter than proxies let requests wait."""
+        if self._http is not None:
+            request.wait_s = min(request.wait_s, http_channel.MAX_WAIT_S)
 
     def _call(self, method: Method[Response], request: Message, signal: StopSignal, timeout_s: float) -> Response:
         data = request.SerializeToString()

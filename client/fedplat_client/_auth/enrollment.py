@@ -42,10 +42,14 @@ class ClientDescription:
 
 @dataclass(frozen=True)
 class Endpoints:
-    """The ways to call the server: `access` proves the client's identity, `connection` makes authenticated calls."""
+    """The ways to call the server: `access` proves the client's identity, `connection` makes authenticated calls.
+
+    Both use `route`.
+    """
 
     access: authenticator.SignedAccess
     connection: authenticator.Connection
+    route: transport.ServerRoute
 
 
 class ClientSession:
@@ -118,14 +122,14 @@ class ClientSession:
 
     def explain_error(self, exc: errors.CallError) -> errors.CallError:
         """Return the error with its cause: a proxy in between, the server's TLS, or the short form of gRPC's text."""
-        identity = self._identity
         if exc.code != "UNAVAILABLE":
             return exc
-        if not proxies.is_direct(identity.server):
-            return errors.ServerUnavailableError(exc.code, proxies.explain(identity.server, exc.text), exc.retry)
-        problem = proxies.describe_failure(identity.server, ca=identity.ca) if identity.tls else ""
-        text = problem or proxies.explain(identity.server, exc.text)
-        return errors.ServerUnavailableError(exc.code, f"{identity.server}: {text}", exc.retry)
+        route = self._endpoints.route
+        text = proxies.explain(route.server, exc.text, route.proxy)
+        if proxies.is_direct(route.server, route.proxy):
+            problem = proxies.describe_failure(route.server, ca=route.ca) if route.tls else ""
+            text = f"{route.server}: {problem or text}{route.hint}"
+        return errors.ServerUnavailableError(exc.code, text, exc.retry)
 
     def forget_enrollment(self) -> None:
         """Make the next `enroll` enroll again, at a server that does not know this client. Raises `EnrollmentError`.

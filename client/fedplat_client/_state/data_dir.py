@@ -42,8 +42,8 @@ from fedplat_client.errors import DataDirectoryError
 _logger = logging.getLogger("fedplat_client")
 
 
-class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A client's identity: `client_id` is empty before the enrollment. `tls` and `ca` come from the ticket."""
+class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A client's identity: `client_id` is empty before the enrollment. `tls`, `ca` and `http` come from the ticket."""
 
     idempotency_key: str
     server: str
@@ -51,6 +51,7 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     client_id: str = ""
     tls: bool = False
     ca: str = ""
+    http: str = ""
 
 
 def default_data_dir() -> Path:
@@ -136,7 +137,7 @@ class DataDirectory:
                 "ticket with TLS, so that no other host can impersonate the server. If its operator has switched TLS "
                 f"off, delete {self._identity} to enroll as a new client"
             )
-        if ticket is not None and (identity.tls, identity.ca) != (ticket.tls, ticket.ca):
+        if ticket is not None and (identity.tls, identity.ca, identity.http) != (ticket.tls, ticket.ca, ticket.http):
             self._save_with(identity, ticket)
             return self.load_identity()
         return identity
@@ -196,7 +197,7 @@ class DataDirectory:
 
     def _save_with(self, identity: Identity, ticket: Ticket | None) -> None:
         if ticket is not None:
-            identity = msgspec.structs.replace(identity, tls=ticket.tls, ca=ticket.ca)
+            identity = msgspec.structs.replace(identity, tls=ticket.tls, ca=ticket.ca, http=ticket.http)
         self.save(identity)
 
     def _write(self, path: Path, content: bytes) -> None:

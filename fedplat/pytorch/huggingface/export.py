@@ -144,6 +144,14 @@ def check_folders(folder: Path, base: Path | None) -> None:
         raise DataError(f"{folder} cannot be made; expected a folder in an existing one")
     if base is not None and not (base / "config.json").is_file():
         raise DataError(f"the base {base} has no config.json; expected the folder of a model of transformers")
+    if base is not None:
+        try:
+            described = json.loads((base / "config.json").read_text("utf-8"))
+        except (OSError, ValueError) as exc:
+            raise DataError(f"{base / 'config.json'} cannot be read: {exc}") from exc
+        if not isinstance(described, dict) or "model_type" not in described:
+            # transformers would make a model of its class with default sizes, such as 7 billion parameters
+            raise DataError(f"{base / 'config.json'} has no model_type; expected that of a model of transformers")
 
 
 def split_terms(parameters: Parameters) -> tuple[Parameters, Terms]:

@@ -26,8 +26,16 @@ from fedplat.pytorch.huggingface.data import (
     make_causal_example,
     take,
 )
-from fedplat.pytorch.huggingface.run import AfterStep, HuggingFaceConfig, Plan, Run, make_callback, quiet, transformers
-from fedplat.pytorch.huggingface.scores import Scores
+from fedplat.pytorch.huggingface.run import (
+    AfterStep,
+    HuggingFaceConfig,
+    Plan,
+    TrainerRun,
+    make_callback,
+    quiet,
+    transformers,
+)
+from fedplat.pytorch.huggingface.scores import LabelScores
 from fedplat.pytorch.huggingface.tokenizers import check_tokenizer
 
 MakeTrainer: TypeAlias = Callable[[Any, Any, Any, list[Any]], Any]
@@ -150,7 +158,7 @@ class HuggingFaceLearner:
             trainee.load(parameters, this.client_state)
             arguments = self._make_arguments(options, this, trainee.device, folder)
             plan = Plan.of(count_examples(data), arguments, options, this)
-            run = Run(trainee, plan, options, this, after_step)
+            run = TrainerRun(trainee, plan, options, this, after_step)
             arguments.max_steps = plan.num_steps
             trainer = self._make_trainer(trainee.module, arguments, take(data, plan.order), [make_callback(run)])
             run.prepare(trainer)
@@ -180,7 +188,7 @@ class HuggingFaceLearner:
         after_batch: Callable[[float], object] = lambda fraction: None,
     ) -> tuple[float, dict[str, float]]:
         """Return the number of tokens that count, and `loss` and `accuracy` as means over them, without training."""
-        num_examples, scores = count_examples(data), Scores(trainee.module)
+        num_examples, scores = count_examples(data), LabelScores(trainee.module)
         batch_size = options.batch_size or _EVALUATION_BATCH_SIZE
         with _RUNS, training.use_seed(trainee.device, 0), tempfile.TemporaryDirectory() as folder:
             trainee.load(parameters, client_state or ClientState())

@@ -20,7 +20,7 @@ from fedplat.learner import Config, Round
 from fedplat.local_options import explain_lost_moments
 from fedplat.model import Parameters
 from fedplat.pytorch import training
-from fedplat.pytorch.huggingface.scores import IGNORED, Scores
+from fedplat.pytorch.huggingface.scores import IGNORED, LabelScores
 from fedplat.pytorch.training import stepper
 
 try:
@@ -100,7 +100,7 @@ class Plan:
 
     @classmethod
     def of(cls, num_examples: int, arguments: Any, options: HuggingFaceConfig, this: Round) -> Plan:
-        """Return the plan of a round, which begins where the client state says that the last one ended."""
+        """Return the plan of a round, which begins where the last one ended, by the client state."""
         accumulate = arguments.gradient_accumulation_steps
         size = arguments.per_device_train_batch_size * accumulate
         num_steps = options.max_steps or math.ceil(options.epochs * num_examples / size)
@@ -116,7 +116,7 @@ class Plan:
         return cls(order[begin - first : end - first], num_steps, accumulate, end, seed)
 
 
-class Run:
+class TrainerRun:
     """What a run of a Trainer adds: the kept optimizer, the job's schedule, scores, progress and the end."""
 
     def __init__(
@@ -124,7 +124,7 @@ class Run:
     ) -> None:
         if options.schedule == "job" and not this.num_rounds:
             raise JobFileError('config.schedule = "job": the number of rounds is not known; expected "round"')
-        self.scores = Scores(trainee.module)
+        self.scores = LabelScores(trainee.module)
         self._trainee, self._plan, self._options, self._this = trainee, plan, options, this
         self._after_step, self._done = after_step, 0
 
@@ -189,7 +189,7 @@ class Run:
         return {**self.scores.means(), "local_steps": float(trainer.state.global_step)}
 
 
-def make_callback(run: Run) -> Any:
+def make_callback(run: TrainerRun) -> Any:
     """Return the callback that tells a run what its Trainer does."""
 
     class Observer(_library.TrainerCallback):

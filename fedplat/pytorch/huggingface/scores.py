@@ -24,7 +24,7 @@ def is_causal(model: object) -> bool:
     return getattr(model, "loss_type", None) == "ForCausalLM" or type(model).__name__ in names
 
 
-class Scores:
+class LabelScores:
     """Sums over the tokens, or the examples, whose labels count."""
 
     def __init__(self, module: torch.nn.Module) -> None:

@@ -17,7 +17,7 @@ def tokenizer_sha256(tokenizer: Any) -> str:
     """Return the SHA-256, in hex, of a tokenizer's vocabulary, rules, special tokens and chat template.
 
     It takes those of transformers and of the package `tokenizers`. Versions of these packages write the same rules in
-    different ways, as far as that is known: with keys whose value is none or false, and merges as texts. Raises
+    different ways, as far as that is known: with keys whose value is null or false, and merges as texts. Raises
     `ModelError` for another object.
     """
     described = {

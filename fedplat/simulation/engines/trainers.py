@@ -71,8 +71,8 @@ class ArrayTrainer:
         self._versions: dict[int, Parameters] = {}
 
     def check(self, model: Parameters) -> None:
-        """Raise `ModelError` if a model does not have the tensors of the initial one."""
-        if difference := model.schema.difference_from(self._schema):
+        """Raise `ModelError` if a model does not have the tensors of the initial one, besides those of the server."""
+        if difference := model.schema.uploaded.difference_from(self._schema):
             raise ModelError(f"the model does not fit the learner {self._name}: {difference}")
 
     def publish(self, version: int, model: Parameters) -> None:

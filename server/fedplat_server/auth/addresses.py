@@ -14,10 +14,8 @@ import ipaddress
 import re
 import secrets
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 from urllib.parse import unquote
-
-from grpc import aio
 
 from fedplat import fair_places
 from fedplat_server.errors import ConfigError
@@ -45,6 +43,18 @@ class Origin(NamedTuple):
         return fair_places.groups_of(self.address.partition(":")[2] or self.address)
 
 
+class Addressed(Protocol):
+    """What shows where a call comes from."""
+
+    def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
+        """Return the metadata of the caller."""
+        ...
+
+    def peer(self) -> str:
+        """Return the caller's address in the form of gRPC."""
+        ...
+
+
 class Origins:
     """Finds the origins of calls. `trusted`: the networks of proxies; `secret`: that of forwarded calls."""
 
@@ -52,13 +62,13 @@ class Origins:
         self._trusted = [parse_network(text) for text in trusted]
         self._secret = secret
 
-    def of(self, context: aio.ServicerContext[Any, Any]) -> Origin:
+    def of(self, context: Addressed) -> Origin:
         """Return the origin of a call."""
         metadata = context.invocation_metadata() or ()
         forwarded = [part for key, value in metadata if key == FORWARDED for part in str(value).split(",")]
         return origin(forwarded_for(context, self._secret).peer, forwarded, self._trusted)
 
-    def connection(self, context: aio.ServicerContext[Any, Any]) -> str:
+    def connection(self, context: Addressed) -> str:
         """Return the connection of a call; empty behind a trusted proxy, where callers share connections."""
         peer = forwarded_for(context, self._secret).peer
         address = _of_peer(peer)
@@ -129,11 +139,12 @@ def _parse(text: str) -> _Address | None:
 
 Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
 
-_PREFIX = "fedplat-hop-"
-_SECRET = f"{_PREFIX}secret"
-_GATEWAY = f"{_PREFIX}gateway"
-_CLIENT = f"{_PREFIX}client"
-_PEER = f"{_PREFIX}peer"
+PREFIX = "fedplat-hop-"
+"""The beginning of the metadata with which gateways forward calls."""
+_SECRET = f"{PREFIX}secret"
+_GATEWAY = f"{PREFIX}gateway"
+_CLIENT = f"{PREFIX}client"
+_PEER = f"{PREFIX}peer"
 # gRPC sets these for each HTTP/2 connection; it refuses or duplicates those that are forwarded.
 _CONNECTION_HEADERS = ("user-agent", "content-type", "te", "grpc-", ":")
 
@@ -158,14 +169,14 @@ def is_forwarded(metadata: Iterable[tuple[str, str | bytes]]) -> bool:
 
 def add_forwarding(metadata: Iterable[tuple[str, str | bytes]], secret: str, call: ForwardedCall) -> Metadata:
     """Return the metadata with which a gateway forwards a call."""
-    dropped = (_PREFIX, *_CONNECTION_HEADERS)
+    dropped = (PREFIX, *_CONNECTION_HEADERS)
     kept = [(key, value) for key, value in metadata if not key.startswith(dropped)]
     return [*kept, (_SECRET, secret), (_GATEWAY, call.gateway), (_CLIENT, call.client), (_PEER, call.peer)]
 
 
 def read_forwarding(metadata: Iterable[tuple[str, str | bytes]], secret: str) -> ForwardedCall | None:
     """Return the gateway's report of a forwarded call; None if the call has no valid secret, so is not forwarded."""
-    values = {key: value for key, value in metadata if key.startswith(_PREFIX)}
+    values = {key: value for key, value in metadata if key.startswith(PREFIX)}
     claimed = values.get(_SECRET, "")
     claimed = claimed.encode() if isinstance(claimed, str) else claimed
     if not secrets.compare_digest(claimed, secret.encode()):
@@ -173,6 +184,6 @@ def read_forwarding(metadata: Iterable[tuple[str, str | bytes]], secret: str) ->
     return ForwardedCall(*(str(values.get(name, "")) for name in (_GATEWAY, _CLIENT, _PEER)))
 
 
-def forwarded_for(context: aio.ServicerContext[Any, Any], secret: str) -> ForwardedCall:
+def forwarded_for(context: Addressed, secret: str) -> ForwardedCall:
     """Return a call as its gateway reports it; for a direct call, one with its peer and no gateway."""
     return read_forwarding(context.invocation_metadata() or (), secret) or ForwardedCall("", "", context.peer())

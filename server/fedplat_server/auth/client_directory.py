@@ -189,17 +189,18 @@ class Newcomer:
 
 @dataclasses.dataclass(frozen=True)
 class Trust:
-    """How clients authenticate this server: the fields of the same names in `fedplat.wire.auth.Ticket`."""
+    """How clients reach and authenticate this server: the fields of the same names in `fedplat.wire.auth.Ticket`."""
 
     tls: bool = False
     ca: str = ""
+    http: str = ""
 
     @classmethod
-    def of(cls, certificates: Certificates | None) -> Trust:
-        """Return the trust settings for a server with these certificates (None: without TLS)."""
+    def of(cls, certificates: Certificates | None, http: str = "") -> Trust:
+        """Return the settings for a server with these certificates (None: without TLS)."""
         if certificates is None:
-            return cls()
-        return cls(tls=True, ca=(certificates.loaded.ca or b"").decode())
+            return cls(http=http)
+        return cls(tls=True, ca=(certificates.loaded.ca or b"").decode(), http=http)
 
 
 class Enrollments:
@@ -225,7 +226,7 @@ class Enrollments:
             actor, AuditAction.ENROLLMENT_CREATED, token.token_id, {"population": population, "uses": num_uses}
         )
         await self._clients.add_enrollment_token(token, token_hash, [entry])
-        return token, Ticket(address, population, secret, trust.tls, trust.ca)
+        return token, Ticket(address, population, secret, trust.tls, trust.ca, trust.http)
 
     async def revoke(self, token_id: str, actor: str) -> EnrollmentToken:
         """Revoke a token; return it."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import datetime
+import ssl
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import grpc
 from cryptography import x509
@@ -120,6 +121,14 @@ class Certificates:
 
         # None means "keep the current configuration"; gRPC's type annotations lack it.
         return grpc.dynamic_ssl_server_credentials(current.configuration(), cast(Any, fetch), mutual)
+
+    def make_context(self) -> ssl.SSLContext:
+        """Return a context for a port of HTTP/1.1, with the files as they are now. Raises `OSError` or `SSLError`."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        context.load_cert_chain(self._files.certificate, self._files.key)
+        return context
 
     def refresh(self) -> bool:
         """Load the files if they have changed; return whether new certificates were loaded."""
@@ -247,6 +256,14 @@ def _requested_key(signing_request: bytes) -> ec.EllipticCurvePublicKey:
     return key
 
 
+class Verified(Protocol):
+    """What shows what TLS has proven of a caller."""
+
+    def auth_context(self) -> Mapping[str, Any]:
+        """Return the properties that TLS has verified."""
+        ...
+
+
 class PeerCertificates:
     """Reads the client from the certificate of a connection.
 
@@ -259,7 +276,7 @@ class PeerCertificates:
         self._required = required
         self._cache: OrderedDict[bytes, tuple[str, datetime.datetime]] = OrderedDict()
 
-    def client_of(self, context: Any) -> str:
+    def client_of(self, context: Verified) -> str:
         """Return the client of the connection's certificate, as `<id>/<number>`.
 
         Empty on a port that requires no certificate. Raises `RefusedError` if the certificate names no client or has

@@ -28,12 +28,17 @@ from fedplat_server.cli.options import (
     Blobs,
     Database,
     DataDir,
+    HttpAddress,
+    HttpListen,
+    HttpOperators,
+    HttpOrigins,
     JsonLog,
     LogLevel,
     Spool,
     blob_place,
     check_data_dir,
     check_database,
+    check_http,
     database_url,
     format_options,
     locate_data,
@@ -125,6 +130,10 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
             help="Address for clients that authenticate with a certificate signed by DATA_DIR/pki. Default: disabled.",
         ),
     ] = "",
+    http_listen: HttpListen = "",
+    http_address: HttpAddress = "",
+    http_origin: HttpOrigins = None,
+    http_operators: HttpOperators = False,
     data_dir: DataDir = DEFAULT_DATA_DIR,
     database: Database = None,
     blobs: Blobs = "",
@@ -283,11 +292,13 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
         _check_shared_port(listen, advertise, database or "")
     job_metrics = _job_metrics(job_metric or [], metrics)
     proxies = tuple(str(addresses.parse_network(text)) for text in trusted_proxy or ())
+    http = check_http(http_listen, http_address, http_origin or [], operators=http_operators)
     networks = tuple(str(webhook_addresses.parse_network(text)) for text in webhook_network or ())
     scorers, trainers = _parse_references(evaluator or [], "--evaluator"), _parse_references(trainer or [], "--trainer")
     _check_dashboard(dashboard, insecure)
     if insecure:
-        _check_insecure(host, tls_certificate, insecure_anywhere)
+        for each in (host, *([http_listen.rpartition(":")[0]] if http_listen else [])):
+            _check_insecure(each, tls_certificate, insecure_anywhere)
         files = None
     else:
         files = _tls_files(data_dir, tls_certificate, tls_key, tls_ca)
@@ -313,6 +324,7 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
         tls=files,
         mtls_listen=mtls_listen,
         trusted_proxies=proxies,
+        **http,
         webhook_networks=networks,
         metrics_listen=metrics,
         job_metrics=job_metrics,

@@ -6,13 +6,14 @@ import asyncio
 import re
 import shlex
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, TypedDict, TypeVar
 
 import click
 import typer
 
+from fedplat.wire import auth
 from fedplat_server.config import DEFAULT_CACHE_BYTES, is_postgres
 from fedplat_server.database import engine, schema
 from fedplat_server.database.store import Store, open_store
@@ -133,6 +134,35 @@ BlobCacheMib = Annotated[
         min=1, metavar="MIB", help="Limit of the copies in DATA_DIR of models that are in an object store, in MiB."
     ),
 ]
+HttpListen = Annotated[
+    str,
+    typer.Option(
+        metavar="HOST:PORT",
+        envvar="FEDPLAT_HTTP_LISTEN",
+        help="Address that serves clients over HTTP/1.1 as well, for networks that let no gRPC through. "
+        "Default: disabled.",
+    ),
+]
+HttpAddress = Annotated[
+    str,
+    typer.Option(
+        metavar="HOST:PORT",
+        envvar="FEDPLAT_HTTP_ADDRESS",
+        help="Address of HTTP/1.1 in tickets, if clients do not reach it at the address of gRPC. Clients before 0.2 "
+        "refuse such tickets.",
+    ),
+]
+HttpOrigins = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="ORIGIN",
+        help="Origin of web pages that may call --http-listen, such as https://app.example.org; repeatable.",
+    ),
+]
+HttpOperators = Annotated[
+    bool, typer.Option("--http-operators", help="Serve the methods of operators over HTTP/1.1, too.")
+]
+_ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
 DEFAULT_LISTEN = "127.0.0.1:7443"
 
 
@@ -237,6 +267,32 @@ def parse_host(address: str, option: str) -> str:
     if not host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"{option} {address}: expected HOST:PORT, for instance {DEFAULT_LISTEN}")
     return host
+
+
+class HttpFields(TypedDict):
+    """The fields of `ServerConfig` for HTTP/1.1."""
+
+    http_listen: str
+    http_address: str
+    http_origins: tuple[str, ...]
+    http_operators: bool
+
+
+def check_http(listen: str, address: str, origins: Sequence[str], *, operators: bool) -> HttpFields:
+    """Return the options of HTTP/1.1. Raises `ConfigError`."""
+    if listen:
+        parse_host(listen, "--http-listen")
+    if not listen and (address or origins or operators):
+        raise ConfigError("--http-address, --http-origin and --http-operators need --http-listen HOST:PORT")
+    if address and not auth.is_address(address):
+        raise ConfigError(f"--http-address {address}: expected HOST:PORT, the address that clients connect to")
+    for origin in origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise ConfigError(
+                f"--http-origin {origin}: expected the origin of one web page in small letters, such as "
+                "https://app.example.org, without a path and without *"
+            )
+    return HttpFields(http_listen=listen, http_address=address, http_origins=tuple(origins), http_operators=operators)
 
 
 def with_store(url: str, use: Callable[[Store], Awaitable[_T]]) -> _T:

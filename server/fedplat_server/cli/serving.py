@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -172,6 +172,10 @@ def dev(  # noqa: PLR0913 -- one parameter for each option of the command line
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Address to listen on, on loopback.")
     ] = options.DEFAULT_LISTEN,
+    http_listen: Annotated[
+        str,
+        typer.Option(metavar="HOST:PORT", help="Address for HTTP/1.1 as well, on loopback. Default: disabled."),
+    ] = "",
     data_dir: options.DataDir = options.DEFAULT_DATA_DIR,
     population: Annotated[str, typer.Option(metavar="NAME", help="Population of the ticket's clients.")] = "demo",
     profile_path: Annotated[
@@ -197,11 +201,13 @@ def dev(  # noqa: PLR0913 -- one parameter for each option of the command line
     Writes the operator's profile, and prints the commands to continue with. Ctrl-C stops the server; the next start
     continues with everything in the data folder.
     """
-    _check(listen, population)
+    served = DevAddresses(listen, http_listen)
+    _check(served, population)
     if dashboard:
         options.parse_host(dashboard, "--dashboard")
     with data_folder.lock_data_dir(data_dir.resolve(), shared=False):
-        PortReservation(listen, "--listen", shared=False).release()
+        for option, address in served.of_options().items():
+            PortReservation(address, option, shared=False).release()
         url = options.database_url(data_dir, None, is_new=True)
         options.protect(data_dir, url)
         folder = PkiFolder.of(data_dir.resolve())
@@ -210,24 +216,37 @@ def dev(  # noqa: PLR0913 -- one parameter for each option of the command line
         operate = _install_profile(
             profile_path or profile.default_path(), data_dir.resolve() / "admin.toml", url, listen
         )
-        ticket = _make_ticket(data_dir.resolve() / f"{population}.ticket", url, listen, population, folder)
+        ticket = _make_ticket(data_dir.resolve() / f"{population}.ticket", url, served, population, folder)
     print(flush=True)
     with contextlib.ExitStack() as stack:
 
         def on_started() -> None:
-            _print_commands(listen, operate, ticket)
+            _print_commands(served, operate, ticket)
             if dashboard:
                 stack.enter_context(_dashboard(dashboard, listen, data_dir.resolve() / "admin.toml"))
 
-        serve(make_config(listen, data_dir, url), log_level, json_log, on_started)
+        serve(make_config(served, data_dir, url), log_level, json_log, on_started)
     print(f"stopped; everything is kept for the next fedplat-server dev{options.repeat_options()}")
 
 
-def make_config(listen: str, data_dir: Path, url: str) -> config.ServerConfig:
+class DevAddresses(NamedTuple):
+    """Where a server for development listens, for gRPC and for HTTP/1.1 ("": not)."""
+
+    listen: str
+    http: str
+
+    def of_options(self) -> dict[str, str]:
+        """Return the addresses by the options that set them."""
+        return {"--listen": self.listen} | ({"--http-listen": self.http} if self.http else {})
+
+
+def make_config(served: DevAddresses, data_dir: Path, url: str) -> config.ServerConfig:
     """Return the configuration of a server for development."""
     folder = data_dir.resolve()
     return config.ServerConfig(
-        listen=listen,
+        listen=served.listen,
+        http_listen=served.http,
+        http_address=served.http,
         data_dir=folder,
         database=url,
         tls=PkiFolder.of(folder).files,
@@ -235,17 +254,20 @@ def make_config(listen: str, data_dir: Path, url: str) -> config.ServerConfig:
     )
 
 
-def _check(listen: str, population: str) -> None:
-    host = options.parse_host(listen, "--listen")
-    if host.strip("[]") not in LOOPBACK:
-        raise ConfigError(
-            f"--listen {listen}: this server listens on loopback only, at 127.0.0.1, [::1] or localhost. For clients "
-            "on other machines use fedplat-server init --host NAME, and fedplat-server run"
-        )
-    if not auth.is_address(listen):
-        raise ConfigError(
-            f"--listen {listen}: expected a port from 1 to 65535, because profiles and tickets contain the address"
-        )
+def _check(served: DevAddresses, population: str) -> None:
+    for option, address in served.of_options().items():
+        host = options.parse_host(address, option)
+        if host.strip("[]") not in LOOPBACK:
+            raise ConfigError(
+                f"{option} {address}: this server listens on loopback only, at 127.0.0.1, [::1] or localhost. For "
+                "clients on other machines use fedplat-server init --host NAME, and fedplat-server run"
+            )
+        if not auth.is_address(address):
+            raise ConfigError(
+                f"{option} {address}: expected a port from 1 to 65535, because profiles and tickets contain the address"
+            )
+    if served.http == served.listen:
+        raise ConfigError(f"--http-listen {served.http}: that is the address of --listen; expected another port")
     if not validation.is_name(population):
         raise ConfigError(f"--population {population[:80]!r}: expected 1 to 63 letters, digits or _.-")
 
@@ -287,18 +309,21 @@ def _load_known(path: Path, url: str) -> profile.Profile | None:
     return found if operator is not None else None
 
 
-def _make_ticket(path: Path, url: str, address: str, population: str, folder: PkiFolder) -> Path:
+def _make_ticket(path: Path, url: str, served: DevAddresses, population: str, folder: PkiFolder) -> Path:
     """Write an enrollment ticket, unless the file has one that is usable for at least a day."""
     trusted = folder.ca.read_text()
 
     async def find_or_create(store: Store) -> tuple[EnrollmentToken, auth.Ticket, bool]:
         ticket = _read_ticket(path)
-        if ticket is not None and (ticket.server, ticket.population, ticket.ca) == (address, population, trusted):
+        wanted = (served.listen, served.http, population, trusted)
+        if ticket is not None and (ticket.server, ticket.http, ticket.population, ticket.ca) == wanted:
             token = await store.clients.find_enrollment_token(hash_secret(ticket.secret))
             if token is not None and not token.describe_problem(time.time() + RENEWED_BEFORE_S):
                 return token, ticket, False
-        enrollments = Enrollments(store.clients, ClientDirectory(store.clients), lambda: Trust(True, trusted))
-        created = await enrollments.create(population, NUM_TICKET_USES, TICKET_LIFETIME_S, address, audit.HOST)
+        enrollments = Enrollments(
+            store.clients, ClientDirectory(store.clients), lambda: Trust(True, trusted, served.http)
+        )
+        created = await enrollments.create(population, NUM_TICKET_USES, TICKET_LIFETIME_S, served.listen, audit.HOST)
         return *created, True
 
     token, ticket, is_new = options.with_store(url, find_or_create)
@@ -346,10 +371,11 @@ def _dashboard(address: str, server: str, admin_path: Path) -> Generator[None]:
             process.wait()
 
 
-def _print_commands(listen: str, operate: str, ticket: Path) -> None:
+def _print_commands(served: DevAddresses, operate: str, ticket: Path) -> None:
     """Print what to do next."""
     client = f"fedplat-client run --ticket-file {shlex.quote(str(ticket))} --data-dir client-1"
-    print(f"the server is ready at {listen}; Ctrl-C stops it. In another terminal:")
+    http = f" (HTTP/1.1 at {served.http})" if served.http else ""
+    print(f"the server is ready at {served.listen}{http}; Ctrl-C stops it. In another terminal:")
     print(f"  see its status  {operate} status")
     print(f"  run a client    {client} --trainer NAME=FILE.py:FUNCTION")
     print(f"  submit a job    {operate} job submit job.toml --watch", flush=True)

@@ -181,7 +181,10 @@ def make_route(parts: LeaderParts) -> LocalRoute:
         peers=mandate.endpoint.peers,
         gateway_secret=mandate.lease.secret,
     )
-    enrollments = Enrollments(store.clients, coordination.clients, lambda: Trust.of(mandate.endpoint.certificates))
+    http_address = mandate.config.http_address
+    enrollments = Enrollments(
+        store.clients, coordination.clients, lambda: Trust.of(mandate.endpoint.certificates, http_address)
+    )
     operator_access = OperatorAccess(
         store=store.operators,
         quotas=coordination.quotas,

@@ -12,13 +12,12 @@ import contextlib
 import ipaddress
 import socket
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Generator, MutableMapping
+from collections.abc import AsyncGenerator, Callable, Collection, MutableMapping
 from typing import Any, TypeAlias
 
 import prometheus_client
 import uvicorn
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
-from typing_extensions import override
 
 from fedplat import http_connections, rounds
 from fedplat.http_connections import ConnectionLimits
@@ -205,30 +204,6 @@ async def _answer(send: Any, status: int, body: bytes, *headers: tuple[bytes, by
     await send({"type": "http.response.body", "body": body})
 
 
-class _Server(uvicorn.Server):
-    """A server without signal handlers, which would replace those of the daemon. It wakes up once a second."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self._stopping = asyncio.Event()
-
-    def stop(self) -> None:
-        """Make the server end."""
-        self.should_exit = True
-        self._stopping.set()
-
-    @override
-    async def main_loop(self) -> None:
-        while not await self.on_tick(0):  # 0: update the header with the date
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), 1.0)
-
-    @contextlib.contextmanager
-    @override
-    def capture_signals(self) -> Generator[None]:
-        yield
-
-
 class MetricsEndpoint:
     """The port, which is bound in the constructor. Raises `ConfigError` if it is unavailable."""
 
@@ -255,31 +230,20 @@ class MetricsEndpoint:
             h11_max_incomplete_event_size=MAX_REQUEST_BYTES,
             timeout_keep_alive=5,
         )
-        server = _Server(config)
+        server = http_connections.BackgroundServer(config)
         task = asyncio.create_task(server.serve(sockets=[self._socket]), name="metrics endpoint")
         try:
             yield
         finally:
-            server.stop()
-            await asyncio.wait([task], timeout=STOP_S)
-            server.force_exit = True
-            for connection in list(server.server_state.connections):
-                connection.transport.abort()
-            (error,) = await asyncio.gather(task, return_exceptions=True)
+            error = await server.finish(task, STOP_S)
             if error is not None:
                 logs.get().error("the metrics endpoint has failed", error=str(error))
 
 
 def _bind(listen: str) -> socket.socket:
-    host, _, port = listen.rpartition(":")
     try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
-        family, kind, protocol, _, address = found[0]
-        # Not `create_server`, whose sockets do not name their protocol: asyncio then delays small packets.
-        bound = socket.socket(family, kind, protocol)
+        bound = http_connections.bind(listen)
         try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(address)
             bound.listen(LIMITS.total)
         except OSError:
             bound.close()

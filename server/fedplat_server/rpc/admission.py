@@ -24,6 +24,7 @@ from fedplat_server.config import Limits
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.messages.streams import MemoryShare, UploadMemory
 from fedplat_server.rpc import interceptor
+from fedplat_server.rpc.context import CallContext, ServedCall
 from fedplat_server.rpc.operator_access import OperatorAccess
 
 FLEET = fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].full_name
@@ -38,8 +39,6 @@ MAX_WAITING_PER_CONNECTION = 16
 """Calls without a credential that may wait for a turn of their connection; further ones are refused at once."""
 MAX_WAITING_PER_NETWORK = 256
 """Calls that may wait for a turn of their network; if there are more, those of the greediest connection are refused."""
-
-Context = Any  # aio.ServicerContext, generic for the type checker only
 
 
 class Caller(NamedTuple):
@@ -189,14 +188,14 @@ class Admission:
     """
 
     operator_access: OperatorAccess
-    read_claim: Callable[[str, Context], Awaitable[str]]
+    read_claim: Callable[[str, CallContext], Awaitable[str]]
     origins: Origins
     reads: Reads
     memory: UploadMemory
     expect_report: Callable[[str], contextlib.AbstractContextManager[None]]
 
     @contextlib.asynccontextmanager
-    async def admit(self, method: str, context: Context) -> AsyncGenerator[ReadPermit]:
+    async def admit(self, method: str, context: ServedCall) -> AsyncGenerator[ReadPermit]:
         """Admit a call; hold its share of the upload memory until it ends."""
         client_id = ""
         service, _, name = method.removeprefix("/").partition("/")
@@ -230,18 +229,18 @@ class OpenAdmission:
         self._origins = origins
 
     @contextlib.asynccontextmanager
-    async def admit(self, method: str, context: Context) -> AsyncGenerator[ReadPermit]:
+    async def admit(self, method: str, context: ServedCall) -> AsyncGenerator[ReadPermit]:
         """Admit a call, and count it while it is open."""
         caller = _find_caller(self._origins, context)
         async with self._reads.open_call(caller):
             yield ReadPermit(self._reads.read_newcomer(caller))
 
 
-def _find_caller(origins: Origins, context: Context) -> Caller:
+def _find_caller(origins: Origins, context: CallContext) -> Caller:
     return Caller(origins.of(context).groups, origins.connection(context))
 
 
-async def _signal_gateway(context: Context) -> None:
+async def _signal_gateway(context: ServedCall) -> None:
     """Signal a gateway that the call is admitted: it cannot check sessions or tokens, and reads no message before."""
     if addresses.is_forwarded(interceptor.INCOMING.get().metadata.items()):
         await context.send_initial_metadata(())

@@ -24,9 +24,9 @@ from fedplat_server.messages import streams
 from fedplat_server.messages.streams import UploadMemory
 from fedplat_server.records.lease import Lease
 from fedplat_server.rpc import interceptor
+from fedplat_server.rpc.context import CallContext, ServedCall
 from fedplat_server.rpc.router import InFlightCalls, Route, Router
 
-Context = Any  # aio.ServicerContext, generic for the type checker only
 _OPTIONS = (
     *wire.CHANNEL_OPTIONS,
     # Callers must not wait for a leader that is cut off much longer than its lease is valid.
@@ -65,7 +65,7 @@ class GatewayOptions(NamedTuple):
     """
 
     tls: config.TlsFiles | None
-    client_of: Callable[[Context], str]
+    client_of: Callable[[CallContext], str]
     memory: UploadMemory
 
 
@@ -112,7 +112,7 @@ class Gateway(Route):
     def handler(self, details: grpc.HandlerCallDetails) -> interceptor.Handler | None:
         method = details.method
 
-        async def call(requests: AsyncIterator[bytes], context: Context) -> AsyncGenerator[bytes]:
+        async def call(requests: AsyncIterator[bytes], context: ServedCall) -> AsyncGenerator[bytes]:
             metadata = context.invocation_metadata() or ()
             if addresses.is_forwarded(metadata):  # another gateway takes this daemon for the leader
                 raise errors.RefusedError(errors.Code.NO_LEADER)
@@ -182,7 +182,7 @@ async def _cancel_at_exit(outgoing: Any) -> AsyncGenerator[Any]:
 
 
 @contextlib.asynccontextmanager
-async def _translate_status(context: Context) -> AsyncGenerator[None]:
+async def _translate_status(context: ServedCall) -> AsyncGenerator[None]:
     """End the call with the leader's status, or with NO_LEADER if the connection to the leader broke."""
     try:
         yield

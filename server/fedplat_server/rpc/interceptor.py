@@ -29,12 +29,13 @@ from fedplat.secure_aggregation import messages
 from fedplat.wire import auth
 from fedplat_server import errors, logs
 from fedplat_server.instruments import Instruments, method_label
+from fedplat_server.rpc.context import CallContext, ServedCall
 
 if TYPE_CHECKING:
     from fedplat_server.tracing.provider import Tracing
 
 
-Context: TypeAlias = "aio.ServicerContext[Any, Any]"  # a string: generic for the type checker only
+Context: TypeAlias = CallContext
 Handler: TypeAlias = Any  # grpc.RpcMethodHandler, generic for the type checker only
 Behavior: TypeAlias = Callable[[Any, Any], Any]
 """A handler's function of its request or requests and the context; it returns a response, or yields several."""
@@ -104,14 +105,18 @@ class ErrorInterceptor(aio.ServerInterceptor):
     def __init__(self, instruments: Instruments, tracing: Tracing | None = None) -> None:
         # Cached: otherwise each open call would hold its own handler.
         wrap = functools.partial(_wrap, duration=instruments.call_duration, tracing=tracing)
-        self._wrap = functools.lru_cache(maxsize=64)(wrap)
+        self._wrap: Callable[[Handler, str], Handler] = functools.lru_cache(maxsize=64)(wrap)
 
     @override
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         handler: Any = await continuation(handler_call_details)
-        return self._wrap(handler, handler_call_details.method) if handler is not None else None
+        return self.wrap(handler, handler_call_details.method) if handler is not None else None
+
+    def wrap(self, handler: Handler, method: str) -> Handler:
+        """Return a handler that accepts a stream of messages, for calls of its method that do not come from gRPC."""
+        return self._wrap(handler, method)
 
 
 def _wrap(handler: Handler, method: str, *, duration: Histogram, tracing: Tracing | None) -> Handler:
@@ -165,7 +170,7 @@ class Incoming:
     certified: str | None = None
 
     @classmethod
-    def of(cls, method: str, context: Context) -> Incoming:
+    def of(cls, method: str, context: ServedCall) -> Incoming:
         """Return a call before its first message."""
         return cls(method, {str(key): value for key, value in context.invocation_metadata() or ()})
 
@@ -174,7 +179,7 @@ INCOMING: ContextVar[Incoming] = ContextVar("incoming")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Received:
+class ReceivedMessage:
     """A message and its bytes, or its refusal. If decoding raised, gRPC would log a traceback each time."""
 
     message: Any
@@ -182,23 +187,24 @@ class _Received:
     refused: errors.RefusedError | None = None
 
     def unwrap(self) -> Any:
+        """Return the message. Raises `RefusedError` if it is refused."""
         if self.refused is not None:
             raise self.refused
         return self.message
 
 
-def _decoder(decode: Callable[[bytes], Any] | None, limit_bytes: int) -> Callable[[bytes], _Received]:
-    def decode_or_mark(data: bytes) -> _Received:
+def _decoder(decode: Callable[[bytes], Any] | None, limit_bytes: int) -> Callable[[bytes], ReceivedMessage]:
+    def decode_or_mark(data: bytes) -> ReceivedMessage:
         if len(data) > limit_bytes:
             text = f"the message has {len(data)} bytes; expected at most {limit_bytes} for this method"
-            return _Received(None, b"", errors.RefusedError(errors.Code.TOO_LARGE, text))
+            return ReceivedMessage(None, b"", errors.RefusedError(errors.Code.TOO_LARGE, text))
         if decode is None:  # a gateway forwards bytes
-            return _Received(data, b"")
+            return ReceivedMessage(data, b"")
         try:
-            return _Received(decode(data), data)
+            return ReceivedMessage(decode(data), data)
         except DecodeError:
             text = "its bytes are not a message of this protocol"
-            return _Received(None, b"", errors.RefusedError(errors.Code.INVALID_REQUEST, text))
+            return ReceivedMessage(None, b"", errors.RefusedError(errors.Code.INVALID_REQUEST, text))
 
     return decode_or_mark
 
@@ -209,7 +215,7 @@ class _Messages:
     Not a generator: asyncio would need a task to close each one that is not exhausted, as most are not.
     """
 
-    def __init__(self, context: Context, incoming: Incoming) -> None:
+    def __init__(self, context: ServedCall, incoming: Incoming) -> None:
         self._read: Callable[[], Awaitable[Any]] = context.read
         self._incoming = incoming
         self._is_first = True
@@ -226,12 +232,12 @@ class _Messages:
         return received.unwrap()
 
 
-_Measure = Callable[[Context], contextlib.AbstractContextManager[None]]
-_Observe = Callable[["Incoming", Context], contextlib.AbstractContextManager[None]]
+_Measure = Callable[[ServedCall], contextlib.AbstractContextManager[None]]
+_Observe = Callable[["Incoming", ServedCall], contextlib.AbstractContextManager[None]]
 
 
 @contextlib.contextmanager
-def _measure(duration: Histogram, label: str, context: Context) -> Generator[None]:
+def _measure(duration: Histogram, label: str, context: ServedCall) -> Generator[None]:
     """Record the duration and the status of the call that the block serves."""
     started, status = time.perf_counter(), "CANCELLED"
     try:
@@ -245,14 +251,14 @@ def _measure(duration: Histogram, label: str, context: Context) -> Generator[Non
 
 
 @contextlib.contextmanager
-def _observe(measure: _Measure, tracing: Tracing | None, incoming: Incoming, context: Context) -> Generator[None]:
+def _observe(measure: _Measure, tracing: Tracing | None, incoming: Incoming, context: ServedCall) -> Generator[None]:
     """Measure the call that the block serves, and make its span."""
     with measure(context), _span(tracing, incoming, context):
         yield
 
 
 def _wrap_returning(inner: Callable[[Any, Any], Awaitable[Any]], method: str, observe: _Observe) -> Behavior:
-    async def call(_: object, context: Context) -> Any:
+    async def call(_: object, context: ServedCall) -> Any:
         incoming = Incoming.of(method, context)
         INCOMING.set(incoming)
         with observe(incoming, context):
@@ -263,7 +269,7 @@ def _wrap_returning(inner: Callable[[Any, Any], Awaitable[Any]], method: str, ob
 
 
 def _wrap_yielding(inner: Callable[[Any, Any], AsyncGenerator[Any]], method: str, observe: _Observe) -> Behavior:
-    async def call(_: object, context: Context) -> AsyncGenerator[Any]:
+    async def call(_: object, context: ServedCall) -> AsyncGenerator[Any]:
         incoming = Incoming.of(method, context)
         INCOMING.set(incoming)
         with observe(incoming, context):
@@ -277,14 +283,14 @@ def _wrap_yielding(inner: Callable[[Any, Any], AsyncGenerator[Any]], method: str
     return call
 
 
-def _span(tracing: Tracing | None, incoming: Incoming, context: Context) -> contextlib.AbstractContextManager[None]:
+def _span(tracing: Tracing | None, incoming: Incoming, context: ServedCall) -> contextlib.AbstractContextManager[None]:
     """Return the span of a call; without tracing, a context that does nothing."""
     if tracing is None:
         return _NO_SPAN
     return tracing.call(incoming.method, incoming.metadata, functools.partial(_status_name, context))
 
 
-def _status_name(context: Context) -> str:
+def _status_name(context: ServedCall) -> str:
     code = cast(grpc.StatusCode | None, context.code())  # unset after a normal end, unlike the stub's type
     return code.name if code is not None else grpc.StatusCode.OK.name
 
@@ -293,7 +299,7 @@ _NO_SPAN = contextlib.nullcontext()
 
 
 @contextlib.asynccontextmanager
-async def _translate_errors(context: Context, method: str) -> AsyncGenerator[None]:
+async def _translate_errors(context: ServedCall, method: str) -> AsyncGenerator[None]:
     try:
         yield
     except errors.RefusedError as exc:
@@ -314,7 +320,7 @@ async def _translate_errors(context: Context, method: str) -> AsyncGenerator[Non
         await _abort(context, errors.RefusedError(errors.Code.INTERNAL, number))
 
 
-async def _abort(context: Context, refused: errors.RefusedError) -> None:
+async def _abort(context: ServedCall, refused: errors.RefusedError) -> None:
     trailers = [(auth.METADATA_CODE, refused.code.name)]
     if refused.retry is not None:
         trailers.append((wire.METADATA_RETRY, f"{refused.retry.min_s:g} {refused.retry.max_s:g}"))

@@ -15,7 +15,8 @@ from typing_extensions import override
 
 from fedplat_server.errors import Code, ConfigError, RefusedError
 from fedplat_server.rpc import interceptor
-from fedplat_server.rpc.interceptor import Behavior, Context, Handler, StartedRequests
+from fedplat_server.rpc.context import ServedCall
+from fedplat_server.rpc.interceptor import Behavior, Handler, StartedRequests
 
 
 class Permit(Protocol):
@@ -26,7 +27,7 @@ class Permit(Protocol):
         ...
 
 
-Admit = Callable[[str, Any], AbstractAsyncContextManager[Permit]]
+Admit = Callable[[str, ServedCall], AbstractAsyncContextManager[Permit]]
 """A function of a call's method and context that admits it, or raises `RefusedError`, before a message is received."""
 
 
@@ -99,7 +100,7 @@ class NoLeader(Route):
     def handler(self, details: grpc.HandlerCallDetails) -> Handler | None:
         return grpc.stream_stream_rpc_method_handler(self._refuse)
 
-    async def _refuse(self, requests: AsyncIterator[bytes], context: Any) -> AsyncGenerator[bytes]:
+    async def _refuse(self, requests: AsyncIterator[bytes], context: ServedCall) -> AsyncGenerator[bytes]:
         raise RefusedError(Code.NO_LEADER, self._explain())
         yield b""  # makes this function a generator
 
@@ -168,7 +169,7 @@ class Collector:
 
 
 def _wrap(
-    handler: Handler, calls: InFlightCalls, admit: Callable[[Any], AbstractAsyncContextManager[Permit]]
+    handler: Handler, calls: InFlightCalls, admit: Callable[[ServedCall], AbstractAsyncContextManager[Permit]]
 ) -> Handler:
     """Return a handler that admits each call before it receives a message, and tracks it until it ends."""
     return interceptor.wrap_handler(
@@ -182,9 +183,9 @@ def _wrap(
 def _wrap_returning(
     inner: Callable[[Any, Any], Awaitable[Any]],
     calls: InFlightCalls,
-    admit: Callable[[Any], AbstractAsyncContextManager[Permit]],
+    admit: Callable[[ServedCall], AbstractAsyncContextManager[Permit]],
 ) -> Behavior:
-    async def call(requests: AsyncIterator[Any], context: Context) -> Any:
+    async def call(requests: AsyncIterator[Any], context: ServedCall) -> Any:
         with calls.track():
             async with admit(context) as permit:
                 return await inner(StartedRequests(await permit.first(requests), requests), context)
@@ -195,9 +196,9 @@ def _wrap_returning(
 def _wrap_yielding(
     inner: Callable[[Any, Any], AsyncGenerator[Any]],
     calls: InFlightCalls,
-    admit: Callable[[Any], AbstractAsyncContextManager[Permit]],
+    admit: Callable[[ServedCall], AbstractAsyncContextManager[Permit]],
 ) -> Behavior:
-    async def call(requests: AsyncIterator[Any], context: Context) -> AsyncGenerator[Any]:
+    async def call(requests: AsyncIterator[Any], context: ServedCall) -> AsyncGenerator[Any]:
         async with contextlib.AsyncExitStack() as stack:
             with calls.track():
                 permit = await stack.enter_async_context(admit(context))

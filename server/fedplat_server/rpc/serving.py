@@ -33,6 +33,8 @@ from fedplat_server.instruments import Instruments
 from fedplat_server.messages.streams import UploadMessage
 from fedplat_server.rpc import interceptor, operator_access
 from fedplat_server.rpc.admission import FLEET, Admission, OpenAdmission, Reads
+from fedplat_server.rpc.http.app import Application
+from fedplat_server.rpc.http.endpoint import HttpEndpoint
 from fedplat_server.rpc.interceptor import Handler
 from fedplat_server.rpc.router import Collector, LocalRoute, PortReservation, Router
 
@@ -42,6 +44,9 @@ if TYPE_CHECKING:
 
 _Servicer = TypeVar("_Servicer")
 _SERVICES = (FLEET, *(service.full_name for service in operator_access.SERVICES))
+_HTTP_SERVICES: tuple[Any, ...] = tuple(
+    file.services_by_name[name] for file, name in ((fleet_pb2.DESCRIPTOR, "Fleet"), (health_pb2.DESCRIPTOR, "Health"))
+)
 MAX_STREAMS = 100
 """Maximum open calls of a connection; each may hold a window of `WINDOW_BYTES` before it is read."""
 WINDOW_BYTES = 2**14
@@ -160,8 +165,9 @@ class Endpoint:
         self.certificates = tls.Certificates(config.tls) if config.tls is not None else None
         # Without --share-port, a second daemon on the port must fail, not share it.
         options = (*OPTIONS, *_connection_age_options(config), ("grpc.so_reuseport", int(config.share_port)))
+        errors_of_calls = interceptor.ErrorInterceptor(instruments, tracing)
         self._server = aio.server(
-            interceptors=(interceptor.ErrorInterceptor(instruments, tracing),),
+            interceptors=(errors_of_calls,),
             options=options,
             compression=grpc.Compression.NoCompression,
         )
@@ -173,7 +179,8 @@ class Endpoint:
             names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
             servicer = cast(Any, reflection).aio.ReflectionServicer(names)
             reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, collector)
-        self._server.add_generic_rpc_handlers((self.router, _PublicServices(collector, self.reads, origins)))
+        public = _PublicServices(collector, self.reads, origins)
+        self._server.add_generic_rpc_handlers((self.router, public))
         self._probes = self._probe_server(config, origins)
         self._join = lambda: None
         if config.share_port:
@@ -187,6 +194,17 @@ class Endpoint:
             folder = pki_folder.PkiFolder.of(config.data_dir)
             self.mtls_port = self._bind(config.mtls_listen, "--mtls-listen", _mtls_credentials(config, folder))
             self.issuer = tls.CertificateIssuer(folder, now=utc_now)
+        self.http_port = 0
+        self._http: HttpEndpoint | None = None
+        if config.http_listen:
+            application = Application(
+                (*_HTTP_SERVICES, *(operator_access.SERVICES if config.http_operators else ())),
+                lambda details: self.router.service(details) or public.service(details),
+                errors_of_calls.wrap,
+                config.http_origins,
+            )
+            self._http = HttpEndpoint(config, self.certificates, application)
+            self.http_port = self._http.port
 
     def _bind(self, address: str, option: str, credentials: grpc.ServerCredentials | None) -> int:
         return _bind(self._server, address, option, credentials)
@@ -238,10 +256,15 @@ class Endpoint:
         self._join()
         await self.health.start()
         await self._server.start()
+        if self._http is not None:
+            await self._http.start()
 
     async def stop(self, grace_s: float) -> None:
         """Stop serving; cancel calls that are still open after `grace_s`."""
-        await self._server.stop(grace_s)
+        stops = [self._server.stop(grace_s)]
+        if self._http is not None:
+            stops.append(self._http.stop(grace_s))
+        await asyncio.gather(*stops)
         if self._probes is not None:
             await self._probes.stop(0)
 

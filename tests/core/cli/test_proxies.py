@@ -174,6 +174,11 @@ def test_a_request_that_a_proxy_refuses_as_too_large_says_so() -> None:
             "errors resolving fed:1: [field:hostname lookup error:address lookup failed for fed:1: not found]",
             "the host name is not known",
         ),
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Cannot check peer: missing "
+            "selected ALPN property.",
+            "what answers there does not speak gRPC: it may be a proxy, or the server's port of HTTP/1.1",
+        ),
         ("Stream removed (RST_STREAM (Received RST_STREAM with error code 2))", "the connection was closed"),
         ("no server leads the jobs at the moment", "no server leads the jobs at the moment"),
     ],

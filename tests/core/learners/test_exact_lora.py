@@ -21,7 +21,7 @@ from fedplat.aggregate.factors import factor_names, name_pairs
 from fedplat.client_state import ClientState
 from fedplat.errors import JobFileError, ModelError
 from fedplat.model import SERVER, Parameters
-from fedplat.pytorch.huggingface import HuggingFaceLearner
+from fedplat.pytorch.huggingface import HuggingFaceConfig, HuggingFaceLearner
 from fedplat_client import Task
 from fedplat_client.trainers.huggingface import HuggingFaceTrainer
 from support import language
@@ -107,14 +107,14 @@ def error(start: Parameters, trained: Sequence[Parameters], result: dict[str, Wi
 
 def probe(silo: HuggingFaceTrainer, model: Parameters) -> dict[str, Wide]:
     """The weights [outputs, inputs] of the adapted layers as the module computes with them."""
-    trainee = HuggingFaceLearner(model=silo.model).make_trainee(torch.device("cpu"))
-    trainee.load(model, ClientState())
     found: dict[str, Wide] = {}
-    for a, _, product in name_pairs(model.schema):
-        layer: Any = trainee.module.get_submodule(a.partition(".lora_A")[0])
-        with torch.no_grad():
-            identity = torch.eye(layer.in_features)
-            found[product] = (layer(identity) - layer(torch.zeros_like(identity))).T.double().numpy()
+    with HuggingFaceLearner(model=silo.model, device="cpu").borrow(HuggingFaceConfig(), is_required=False) as trainee:
+        trainee.load(model, ClientState())
+        for a, _, product in name_pairs(model.schema):
+            layer: Any = trainee.module.get_submodule(a.partition(".lora_A")[0])
+            with torch.no_grad():
+                identity = torch.eye(layer.in_features)
+                found[product] = (layer(identity) - layer(torch.zeros_like(identity))).T.double().numpy()
     return found
 
 
@@ -246,8 +246,8 @@ def test_factors_that_take_turns_are_exact() -> None:
     ):
         with pytest.raises(kind, match=message):
             train(silos[:1], model, 1, **config)
-    base = base_of(language.make_adapted)
-    with silos[0]._idle.borrow(pytest.fail, base) as trainee:  # pyright: ignore[reportPrivateUsage]
+    options = HuggingFaceConfig(base_sha256=base_of(language.make_adapted))
+    with silos[0]._learner.borrow(options) as trainee:  # pyright: ignore[reportPrivateUsage]
         assert set(trainee.parameters()) == set(model)  # also after a failure
 
 

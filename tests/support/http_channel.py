@@ -1,0 +1,170 @@
+"""A channel of gRPC's asynchronous API that speaks HTTP/1.1: the stubs of tests work over it unchanged.
+
+It is written from `docs/http.md`, not with the product's client: what the two do must agree.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import grpc
+from grpc import aio
+
+from fedplat.wire.v1 import fleet_pb2, model_pb2
+
+CODES = {
+    "canceled": "CANCELLED",
+    "unknown": "UNKNOWN",
+    "invalid_argument": "INVALID_ARGUMENT",
+    "deadline_exceeded": "DEADLINE_EXCEEDED",
+    "not_found": "NOT_FOUND",
+    "already_exists": "ALREADY_EXISTS",
+    "permission_denied": "PERMISSION_DENIED",
+    "resource_exhausted": "RESOURCE_EXHAUSTED",
+    "failed_precondition": "FAILED_PRECONDITION",
+    "aborted": "ABORTED",
+    "out_of_range": "OUT_OF_RANGE",
+    "unimplemented": "UNIMPLEMENTED",
+    "internal": "INTERNAL",
+    "unavailable": "UNAVAILABLE",
+    "data_loss": "DATA_LOSS",
+    "unauthenticated": "UNAUTHENTICATED",
+}
+
+
+class Answer(NamedTuple):
+    """A response of HTTP."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+class HttpPeer:
+    """Makes requests, each on a connection of its own."""
+
+    def __init__(self, port: int, tls: ssl.SSLContext | None = None) -> None:
+        self.port = port
+        self.tls = tls
+
+    async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection(
+            "127.0.0.1", self.port, ssl=self.tls, server_hostname="localhost" if self.tls else None
+        )
+
+    async def send(self, data: bytes) -> Answer:
+        """Sends bytes, whatever they are; returns the first response."""
+        reader, writer = await self.open()
+        try:
+            writer.write(data)
+            await writer.drain()
+            return await read_answer(reader)
+        finally:
+            writer.close()
+
+    async def post(self, path: str, body: bytes, headers: Mapping[str, str], method: str = "POST") -> Answer:
+        return await self.send(request(path, body, headers, method))
+
+
+def request(path: str, body: bytes, headers: Mapping[str, str], method: str = "POST") -> bytes:
+    """The bytes of a request."""
+    lines = {"host": "localhost", "content-length": str(len(body)), **headers}
+    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+    return f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode("latin-1") + body
+
+
+async def read_answer(reader: asyncio.StreamReader) -> Answer:
+    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+    headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:] if line)}
+    if "content-length" in headers:
+        body = await reader.readexactly(int(headers["content-length"]))
+    elif headers.get("transfer-encoding") == "chunked":
+        body = await _read_chunks(reader)
+    else:
+        body = b"" if head[0].split()[1] == "204" else await reader.read()
+    return Answer(int(head[0].split()[1]), headers, body)
+
+
+async def _read_chunks(reader: asyncio.StreamReader) -> bytes:
+    body = b""
+    while size := int(await reader.readline(), 16):
+        body += (await reader.readexactly(size + 2))[:-2]
+    await reader.readline()
+    return body
+
+
+def headers_of(metadata: Iterable[tuple[str, str | bytes]], content_type: str) -> dict[str, str]:
+    """The headers of a call."""
+    found = {"content-type": content_type, "connect-protocol-version": "1"}
+    for name, value in metadata:
+        found[name] = base64.b64encode(value).decode().rstrip("=") if isinstance(value, bytes) else value
+    return found
+
+
+def error_of(answer: Answer) -> aio.AioRpcError:
+    """The error that gRPC would raise for a refusal."""
+    said = json.loads(answer.body)
+    prefix = "trailer-"
+    trailing = [(name.removeprefix(prefix), value) for name, value in answer.headers.items() if name.startswith(prefix)]
+    code = grpc.StatusCode[CODES[said["code"]]]
+    return aio.AioRpcError(code, aio.Metadata(), aio.Metadata(*trailing), said.get("message", ""))
+
+
+class HttpStubChannel:
+    """The channel: a task for each call, which may be awaited or cancelled."""
+
+    def __init__(self, peer: HttpPeer) -> None:
+        self.peer = peer
+
+    async def _ask(self, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
+        answer = await self.peer.post(path, body, headers)
+        if answer.status != 200:
+            raise error_of(answer)
+        return answer.body
+
+    def unary_unary(
+        self, path: str, request_serializer: Any, response_deserializer: Any, **_: Any
+    ) -> Callable[..., Any]:
+        async def ask(request: Any, metadata: Any) -> Any:
+            headers = headers_of(metadata, "application/proto")
+            return response_deserializer(await self._ask(path, request_serializer(request), headers))
+
+        def call(request: Any, timeout: float | None = None, metadata: Any = ()) -> asyncio.Task[Any]:
+            return asyncio.create_task(ask(request, metadata))
+
+        return call
+
+    def unary_stream(
+        self, path: str, request_serializer: Any, response_deserializer: Any, **_: Any
+    ) -> Callable[..., Any]:
+        async def receive(request: Any, metadata: Any) -> AsyncIterator[Any]:
+            body = await self._ask(path, request_serializer(request), headers_of(metadata, "application/proto"))
+            if body:
+                yield model_pb2.Chunk(data=body)
+
+        def call(request: Any, timeout: float | None = None, metadata: Any = ()) -> AsyncIterator[Any]:
+            return receive(request, metadata)
+
+        return call
+
+    def stream_unary(
+        self, path: str, request_serializer: Any, response_deserializer: Any, **_: Any
+    ) -> Callable[..., Any]:
+        async def send(requests: AsyncIterator[fleet_pb2.UploadRequest], metadata: Any) -> Any:
+            messages = [each async for each in requests]
+            first = request_serializer(messages[0]) if messages else b""
+            headers = headers_of([*metadata, ("fedplat-request-bin", first)], "application/octet-stream")
+            body = b"".join(each.data for each in messages[1:])
+            return response_deserializer(await self._ask(path, body, headers))
+
+        def call(requests: Any, timeout: float | None = None, metadata: Any = ()) -> asyncio.Task[Any]:
+            return asyncio.create_task(send(requests, metadata))
+
+        return call
+
+    stream_stream = unary_stream
