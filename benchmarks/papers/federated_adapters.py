@@ -38,6 +38,7 @@ class Method:
     model: str = "make_adapted"
     personal: str = ""
     rule: str = 'rule = "fedavg"'
+    config: str = ""
     sends: bool = True
     """Whether its clients send updates that are merged with those of others."""
 
@@ -48,6 +49,9 @@ METHODS: Mapping[str, Method] = {
     ALONE: Method(label="each speaker alone, on its own lines", clients=1, sends=False),
     FEDAVG: Method(label="FedAvg of both factors"),
     "ffa": Method(label="FFA-LoRA", model="make_half_adapted"),
+    "rolora": Method(label="RoLoRA", config='alternate = "*lora_B*, *lora_A*"'),
+    "fedex": Method(label="FedEx-LoRA", rule='rule = "fedex_lora"\nscaling = 2.0'),
+    "flora": Method(label="FLoRA", rule='rule = "flora"\nscaling = 2.0'),
     "fedsa": Method(label="FedSA-LoRA, on each speaker's own lines", personal='"*lora_B*"'),
     CENTRAL: Method(label="central, with as many steps", clients=1, pooled=True, sends=False),
     "central-8": Method(label="central, with 8 times as many", clients=1, pooled=True, steps=8 * STEPS, sends=False),
@@ -78,6 +82,7 @@ max_steps = {method.steps}
 batch_size = {BATCH}
 optimizer = "adamw"
 learning_rate = {method.rate}
+{method.config}
 [selection]
 goal = {method.clients}
 over_selection = 1.0
