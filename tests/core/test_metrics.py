@@ -113,9 +113,9 @@ def test_the_public_checks(metric: Metric, outputs: Any, targets: Any) -> None:
 
 
 def test_every_metric_has_a_row() -> None:
-    assert set(METRICS.values()) == {F1, TopKAccuracy, MeanAbsoluteError, R2}
+    assert set(METRICS.values()) == {F1, TopKAccuracy, MeanAbsoluteError, Perplexity, R2}
     results = doctest.testmod(fedplat.metrics)
-    assert (results.failed, results.attempted) == (0, 2)
+    assert (results.failed, results.attempted) == (0, 4)
 
 
 @pytest.mark.parametrize(
