@@ -155,7 +155,8 @@ def fedplat_client(ticket: str, folder: str) -> None:
         profile = ClientDescription(
             population=asked.population, labels={}, trainers=["noop"], evaluators=[], ticket=asked
         )
-        session = ClientSession(Endpoints(access, connection), directory, known, profile, stop)
+        route = transport.ServerRoute(known.server, known.tls, known.ca)
+        session = ClientSession(Endpoints(access, connection, route), directory, known, profile, stop)
         session.enroll()
         reply = session.check_in(60.0)
         while not reply.HasField("assignment"):

@@ -142,7 +142,7 @@ def save_base(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>").save_pretrained(folder)
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    special = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 1}
+    special: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 1}
     config = transformers.LlamaConfig(
         **sizes, **special, num_attention_heads=4, num_key_value_heads=2, vocab_size=97, max_position_embeddings=64
     )

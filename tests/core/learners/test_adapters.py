@@ -121,9 +121,11 @@ def test_a_weight_without_gradients_of_examples_is_an_error(kind: str, monkeypat
     before = {name: value.clone() for name, value in trainee.module.state_dict().items()}
     if kind == "flat":
         sample = CLIPPING._sample
-        monkeypatch.setattr(
-            CLIPPING, "_sample", lambda module, each, count: sample(module, each, count) * (each is not lost)
-        )
+
+        def lose(module: Any, each: Any, count: int) -> Any:
+            return sample(module, each, count) * (each is not lost)
+
+        monkeypatch.setattr(CLIPPING, "_sample", lose)
     else:
         hooks = CLIPPING.GradSampleHooksFastGradientClipping
         compute = hooks.get_clipping_coef
