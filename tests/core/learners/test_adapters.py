@@ -122,10 +122,10 @@ def test_a_weight_without_gradients_of_examples_is_an_error(kind: str, monkeypat
     if kind == "flat":
         sample = CLIPPING._sample
 
-        def lose(module: Any, each: Any, count: int) -> Any:
+        def lose_gradients(module: Any, each: Any, count: int) -> Any:
             return sample(module, each, count) * (each is not lost)
 
-        monkeypatch.setattr(CLIPPING, "_sample", lose)
+        monkeypatch.setattr(CLIPPING, "_sample", lose_gradients)
     else:
         hooks = CLIPPING.GradSampleHooksFastGradientClipping
         compute = hooks.get_clipping_coef
