@@ -7,7 +7,7 @@ import errno
 import os
 import shutil
 import subprocess
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import grpc
@@ -48,12 +48,18 @@ class Disk:
 
     def __init__(self) -> None:
         self.room: int | None = None
-        self._write = os.write
+        self._write, self._write_at = os.write, os.pwrite
 
     def write_all(self, descriptor: int, data: durable.Bytes) -> None:
+        self._write_what_fits(data, lambda part: self._write(descriptor, part))
+
+    def write_at(self, descriptor: int, data: durable.Bytes, position: int) -> None:
+        self._write_what_fits(data, lambda part: self._write_at(descriptor, part, position))
+
+    def _write_what_fits(self, data: durable.Bytes, write: Callable[[memoryview], int]) -> None:
         rest = memoryview(data).cast("B")
         fits = len(rest) if self.room is None else min(len(rest), self.room)
-        self._write(descriptor, rest[:fits])
+        write(rest[:fits])
         if self.room is not None:
             self.room -= fits
         if fits < len(rest):
@@ -64,6 +70,7 @@ class Disk:
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     made = Disk()
     monkeypatch.setattr(durable, "write_all", made.write_all)
+    monkeypatch.setattr(durable, "write_at", made.write_at)
     return made
 
 

@@ -114,14 +114,15 @@ async def test_a_hidden_population_has_no_counts(site: Site) -> None:
 
 
 async def test_a_full_disk(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(descriptor: int, data: object) -> None:
+    def fail(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     before = (await samples_of(site)).by("place", "fedplat_storage_full_total")
     job = await site.operator.start(job_file(goal=1))
     client = await site.enroll()
     token = (await client.assignment()).token
-    monkeypatch.setattr(durable, "write_all", fail)
+    for write in ("write_all", "write_at"):
+        monkeypatch.setattr(durable, write, fail)
     with pytest.raises(aio.AioRpcError) as caught:
         await client.upload(token, update_of(initial_model(), 0).to_bytes())
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
