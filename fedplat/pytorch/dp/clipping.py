@@ -191,8 +191,8 @@ class _Ghost:
 class _NonzeroCheck:
     """Compares gradients of single examples, or their norms, with those of PyTorch until neither is zero.
 
-    Opacus finds no gradient of single examples for a weight that it has not hooked (opacus issue 820), and with zeros a
-    weight would keep its value, or be clipped by too small a norm, without an error.
+    Opacus computes no gradients of single examples for a weight without its hook (opacus issue 820). With zeros in
+    their place the weight would keep its value, or be clipped by too small a norm, without an error.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -212,7 +212,7 @@ class VmapEngine(InProcessEngine):
     def __init__(self, task: ClientTraining, device: str | None = None) -> None:
         super().__init__()
         self._federation = task.federation
-        self._trainer = InProcessTrainer(task, choose_device(device or "auto").type)
+        self._trainer = InProcessTrainer(task, str(choose_device(device or "auto")))
         try:
             self._cohort_trainer = batched.CohortTrainer(self._trainer.trainee, task.options)
         except layout.UnsuitableError as exc:

@@ -1,8 +1,8 @@
 """Spare files: those of merged updates, in whose room the next updates of the same job are received.
 
-A new file costs the kernel new pages of its cache and new blocks of the disk, for each byte as much CPU as all that the
-server does with it (`docs/performance.md`). Overwriting a file costs a fraction of that. So the file of a large update
-that is not needed any more is moved to `spare` in the folder of the spool, and the next upload of the job takes it.
+A new file costs the kernel new pages of its cache and new blocks of the disk. Overwriting a file costs a fraction of
+that (`docs/performance.md`, "Transfer"). So the file of a large update that is not needed any more is moved to `spare`
+in the folder of the spool, and the next upload of the job takes it.
 
 **What may be reused.** A file that this process has made, that was durable, and of a job whose updates may stay on the
 disk for a while (`SpareFiles.takes`): not of one with `[privacy]`, secure aggregation or `durability = "memory"`. Only
@@ -69,7 +69,7 @@ class SpareFiles:
         """`folder` is that of the spool."""
         self.folder = folder / FOLDER
         self.takes: Callable[[AssignmentId, int], bool] = lambda key, size_bytes: False
-        """Whether the file of an update of a size may be reused, as long as its job has not ended."""
+        """Whether the file of an update of a size may be reused; False once its job has ended."""
         self._lock = threading.Lock()
         self._spare: dict[str, list[_Spare]] = {}  # by job
         self._can_lease = hasattr(fcntl, "F_SETLEASE")

@@ -28,7 +28,7 @@ from fedplat_server.rpc.interceptor import Handler
 MAX_HEADER_BYTES = 16 * 2**10
 """Maximum bytes of the headers of a request."""
 SENT_BYTES = 2**18
-"""The octets of a file that are sent at a time: a peer that has not taken them in time counts as one that stalls."""
+"""The octets of a file that are sent at a time. A peer that does not read them within the limit is cut off."""
 _UPLOAD, _DOWNLOAD = f"/{FLEET}/Upload", f"/{FLEET}/Download"
 _TIMEOUT = re.compile(r"[0-9]{1,10}")
 _NO_STORE = (b"cache-control", b"no-store")

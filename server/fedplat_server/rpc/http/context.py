@@ -88,7 +88,7 @@ class HttpCall(ServedCall):
         self._watch: asyncio.Task[None] | None = None
         self._ends_at: float | None = None
         self.more = True
-        """Whether a part of the body has not been received yet."""
+        """Whether more of the body follows."""
         self.is_gone = False
         """Whether the caller has closed the connection."""
         self.details = ""
