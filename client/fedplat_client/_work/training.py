@@ -65,7 +65,7 @@ class LocalTrainers:
             job_name=assignment.job_name,
             round=assignment.round,
             attempt=assignment.attempt,
-            assignment_id=hashlib.sha256(assignment.token.encode()).hexdigest()[:32],
+            assignment_id=_identify(assignment),
             num_rounds=assignment.num_rounds,
             client_state=client_state,
             ledger=self.ledger,
@@ -138,6 +138,13 @@ def _call(function: Callable[[Task], Result], task: Task, expected: type[Result]
             raise TypeError(f"{task.name!r} returned {type(result).__name__}; expected {expected.__name__}")
     task.control.signal.check()  # after a stop, the result does not count
     return result
+
+
+def _identify(assignment: fleet_pb2.Assignment) -> str:
+    """Return what is the same for an assignment that the server gives again, which has another token, and no other."""
+    config = sorted(read_config(assignment).items())
+    parts = (assignment.job_id, assignment.round, assignment.attempt, assignment.model.digest, config)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
 def read_config(assignment: fleet_pb2.Assignment) -> dict[str, Scalar]:

@@ -56,6 +56,14 @@ def is_running(number: str) -> bool:
     return path.exists() and path.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+def give_again(fleet: FakeFleet, assignment: fleet_pb2.Assignment) -> None:
+    """As the server does for a client that has an open assignment and checks in: with another token."""
+    again = fleet_pb2.Assignment()
+    again.CopyFrom(assignment)
+    again.token = f"{len(fleet.requests['CheckIn'])} times {assignment.token}"
+    fleet.plan(fleet_pb2.CheckInResponse(assignment=again))
+
+
 def test_a_program_does_one_task(fleet: FakeFleet, model: model_pb2.ModelRef, base: Parameters) -> None:
     fleet.assign(model)
     fleet.assign(model)
@@ -140,14 +148,14 @@ def test_a_client_that_was_killed_uses_what_its_program_has_done(
     assert is_running(number)
     Path("go").touch()
     fleet.failures["Report"] = [UNAVAILABLE] * 1000
-    fleet.plan(fleet_pb2.CheckInResponse(assignment=first))
+    give_again(fleet, first)
     killed = start()
     fleet.wait_for("Report")
     assert not is_running(number)
     killed.kill()
     killed.wait()
     fleet.failures["Report"] = []
-    fleet.plan(fleet_pb2.CheckInResponse(assignment=first))
+    give_again(fleet, first)
     assert start().wait(60) == 0
     assert len(Path("runs").read_text().split()) == 2
     assert Parameters.from_bytes(fleet.requests["Report"][-1].update) == base
@@ -164,12 +172,12 @@ def test_a_folder_for_someone_else_is_left_and_reported_later(
     assert Parameters.open(folder / "model.safetensors") == base
     assert list(fleet.requests["CheckIn"][0].features) == []
     assert not fleet.requests["Fail"]
-    fleet.plan(fleet_pb2.CheckInResponse(assignment=first))
+    give_again(fleet, first)
     assert run(command).exit_code == 7
     values = {name: np.ones_like(array) for name, array in base.items()}
     (folder / "update.safetensors").write_bytes(Parameters.from_arrays(values).to_bytes())
     (folder / "result.json").write_text('{"num_examples": 5}')
-    fleet.plan(fleet_pb2.CheckInResponse(assignment=first))
+    give_again(fleet, first)
     assert run(command).exit_code == 0
     assert fleet.requests["Report"][0].num_examples == 5
     assert not folder.exists()
