@@ -38,7 +38,7 @@ def root(tmp_path: Path, configuration: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("SLURM_CONF", str(configuration))
     monkeypatch.setenv("FEDPLAT_TICKET", "a secret")
     monkeypatch.setenv("SITE", "it's a 'site'")
-    with TaskRoot(tmp_path / "tasks") as root:
+    with TaskRoot(tmp_path / "127.0.0.1%3A7443") as root:  # as in the data directory
         yield root
     assert list_jobs() == []
 
@@ -142,6 +142,25 @@ def test_a_job_that_is_left_is_found_again(root: TaskRoot, has_number: bool) -> 
         go.touch()
         assert trainer(make_task()).num_examples == 2
     root.__enter__()
+
+
+def test_a_job_that_is_lost_has_failed_also_if_no_client_waits_for_it(root: TaskRoot) -> None:
+    """Its node dies, as far as the client can tell: there is never an exit status."""
+    trainer = make_trainer(root, "kill -9 $PPID")
+    trainer = dataclasses.replace(trainer, launcher=dataclasses.replace(trainer.launcher, lost_s=0.01))  # type: ignore[type-var]
+    messages: list[str] = []
+
+    def has_ended() -> bool:
+        try:
+            trainer(make_task(leaves_tasks=True))
+        except TaskLeftError:
+            return False
+        except ExternalTaskError as exc:
+            messages.append(str(exc))
+        return True
+
+    until(has_ended, "the end of the job")
+    assert "of Slurm has ended without an exit status (FAILED)" in messages[0]
 
 
 def test_a_job_of_another_task_is_cancelled(root: TaskRoot) -> None:

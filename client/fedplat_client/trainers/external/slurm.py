@@ -14,7 +14,7 @@ import os
 import shlex
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fedplat import texts
@@ -33,7 +33,7 @@ _ACTIVE = frozenset(
         *("RESIZING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"),
     )
 )
-_JOB, _SCRIPT, _EXIT = ".slurm", ".job", ".exit"
+_JOB, _SCRIPT, _EXIT, _OVER = ".slurm", ".job", ".exit", ".over"
 _MAX_BYTES = 64
 _logger = logging.getLogger(__name__)
 
@@ -65,7 +65,8 @@ class SlurmLauncher:
     kind: str = "slurm"
     poll_s: float = 1.0
     continues: bool = True
-    clock: Callable[[], float] = time.monotonic
+    lost_s: float = _LOST_S
+    """How long the exit status of a job that is over may be missing."""
 
     def start(self, folder: TaskFolder) -> SlurmJob:
         """Submit a job."""
@@ -83,7 +84,7 @@ class SlurmLauncher:
             "--no-requeue",
             f"--job-name={folder.name}",
             f"--chdir={folder.path}",
-            f"--output={folder.path}/log",
+            f"--output={str(folder.path).replace('%', '%%')}/log",  # %3A would be a pattern
             "--open-mode=append",
             *self.options,
             str(folder.path / _SCRIPT),
@@ -93,7 +94,7 @@ class SlurmLauncher:
             raise ExternalTaskError(f"sbatch has answered {texts.quote(answer)}; expected the number of a job")
         folder.write(_JOB, number)
         _logger.info("The task is the job %s of Slurm.", number)
-        return SlurmJob(folder, number, self.clock)
+        return SlurmJob(folder, number, self.lost_s)
 
     def attach(self, folder: TaskFolder) -> SlurmJob | None:
         """Return the job of a folder, if there is one."""
@@ -104,7 +105,7 @@ class SlurmLauncher:
                 "squeue", "--noheader", f"--name={folder.name}", f"--user={getpass.getuser()}", "--format=%i"
             )
             number = number.strip()
-        return SlurmJob(folder, number, self.clock) if number.isdigit() else None
+        return SlurmJob(folder, number, self.lost_s) if number.isdigit() else None
 
     def end(self, folder: TaskFolder) -> None:
         """Cancel the folder's job, if it has one."""
@@ -114,22 +115,19 @@ class SlurmLauncher:
 class SlurmJob:
     """A job of Slurm."""
 
-    def __init__(self, folder: TaskFolder, number: str, clock: Callable[[], float]) -> None:
+    def __init__(self, folder: TaskFolder, number: str, lost_s: float) -> None:
         self._folder = folder
         self._number = number
-        self._clock = clock
+        self._lost_s = lost_s
         self._state = ""
         self._query_at = 0.0
         self._query_s = _FIRST_QUERY_S
-        self._over_since: float | None = None
 
     def poll(self) -> str | None:
         """Return how it has ended; see `OuterProcess`."""
         with contextlib.suppress(FileNotFoundError):
             return describe_status(_read_status(self._folder.read(_EXIT, _MAX_BYTES)))
-        now = self._clock()
-        if self._over_since is not None and now - self._over_since >= _LOST_S:
-            return f"the job {self._number} of Slurm has ended without an exit status ({self._state})"
+        now = time.monotonic()
         if now < self._query_at:
             return None
         self._query_at, self._query_s = now + self._query_s, min(2 * self._query_s, _LONGEST_QUERY_S)
@@ -138,13 +136,13 @@ class SlurmJob:
             _logger.info("The job %s of Slurm is %s.", self._number, state)
         self._state = state
         if state in ("", *_ACTIVE):
-            self._over_since = None
             return None
         if state not in ("COMPLETED", "FAILED", "GONE"):  # without an exit status, such as TIMEOUT or CANCELLED
             return f"the job {self._number} of Slurm has ended as {state}"
-        self._over_since = self._over_since or now
         self._query_s = _FIRST_QUERY_S
-        return None
+        if time.time() - self._note_end() < self._lost_s:
+            return None
+        return f"the job {self._number} of Slurm has ended without an exit status ({state})"
 
     def stop(self, *, force: bool) -> None:
         """Send SIGTERM to the job's processes, or cancel it; one that does not run yet is cancelled in any case."""
@@ -153,6 +151,15 @@ class SlurmJob:
             return
         _try("scancel", "--state=PENDING", self._number)
         _try("scancel", "--full", "--signal=TERM", self._number)
+
+    def _note_end(self) -> float:
+        """Return when the job was first seen to be over, perhaps by an earlier process."""
+        try:
+            return float(self._folder.read(_OVER, _MAX_BYTES))
+        except (FileNotFoundError, ValueError):
+            now = time.time()
+            self._folder.write(_OVER, str(now))
+            return now
 
     def _query(self) -> str:
         """Return the state of the job; "GONE" if Slurm does not know it, "" if Slurm does not answer."""
