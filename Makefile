@@ -26,7 +26,7 @@ BENCHMARKS := \
 	both_ways.py \
 	papers/private_utility.py
 
-.PHONY: all demo private secure warm-start gossip large test test-all test-durations test-gpu faults faults-page planted-faults hostile fuzz flower soak simulate-faults soak-attackers check check-texts check-types format proto bench bench-peers references papers papers-page bench-page job-reference metrics-page job-schema notebooks manifests dist compat docs images clean
+.PHONY: all demo private secure warm-start gossip large test test-all test-durations test-gpu faults faults-page planted-faults hostile fuzz flower soak simulate-faults soak-attackers check check-texts check-types format proto bench bench-peers references papers papers-page bench-page job-reference metrics-page job-schema task-schema notebooks manifests dist compat docs images clean
 all: demo
 
 $(STAMP): pyproject.toml client/pyproject.toml server/pyproject.toml constraints.txt
@@ -153,6 +153,10 @@ job-reference: $(STAMP) ## write docs/job-reference.md from the records of the j
 
 job-schema: $(STAMP) ## write docs/schema/job.schema.json from the same records
 	$(BIN)/fedplat job schema > docs/schema/job.schema.json
+
+task-schema: $(STAMP) ## write docs/schema/task-folder.schema.json from the records, and the vectors beside it
+	$(BIN)/python -m fedplat_client.trainers.external.schema > docs/schema/task-folder.schema.json
+	$(BIN)/python tests/client/external/make_vectors.py
 
 metrics-page: $(STAMP) ## write the table of metrics into docs/operations.md
 	$(BIN)/python tests/support/metrics_page.py docs/operations.md

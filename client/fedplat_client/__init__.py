@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fedplat.errors import MissingExtraError, PrivacyLimitError, TicketError
     from fedplat.model import Parameters
     from fedplat_client._state.privacy_ledger import PrivacyLimit
-    from fedplat_client.client import Client
+    from fedplat_client.client import Client, TaskOutcome
     from fedplat_client.errors import (
         CallError,
         CallRefusedError,
@@ -86,6 +86,7 @@ __all__ = [
     "RevokedError",
     "ServerUnavailableError",
     "Task",
+    "TaskOutcome",
     "TicketError",
     "TrainResult",
     "TransferError",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import logging
+import math
 import os
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
@@ -43,6 +45,22 @@ _NO_HTTP_ADDRESS = (
     "its new tickets"
 )
 _logger = logging.getLogger(__name__)
+
+
+class TaskOutcome(enum.Enum):
+    """What became of the one task for which a client runs."""
+
+    DONE = "done"
+    """It was reported, or the server has ended it, since it no longer needed it."""
+    NO_WORK = "no work"
+    FAILED = "failed"
+    """It failed here, or its report was refused; the server knows."""
+    UNREACHABLE = "unreachable"
+    """The server did not answer."""
+    LEFT = "left"
+    """It continues outside of this process (`ClientOptions.leaves_tasks`)."""
+    STOPPED = "stopped"
+    """The client was told to stop; a task that had begun was given back."""
 
 
 class Client:
@@ -95,6 +113,7 @@ class Client:
         self._plugins = load_plugins(plugins or {}, CLIENT_KINDS)
         self._trainers: dict[str, TrainFunction] = {}
         self._evaluators: dict[str, EvaluateFunction] = {}
+        self._contexts: list[contextlib.AbstractContextManager[object]] = []
         self._stop = cancellation.StopSignal()
 
     @classmethod
@@ -145,6 +164,15 @@ class Client:
         """Register an evaluator and return it. Raises `ValueError` if the name is taken."""
         return _register(self._evaluators, "evaluator", name, function)
 
+    def add_context(self, context: contextlib.AbstractContextManager[object]) -> None:
+        """Enter a context while the client runs, once its data directory is locked; for what trainers share."""
+        self._contexts.append(context)
+
+    @property
+    def tasks(self) -> Path:
+        """The folder for task folders of programs (`fedplat_client.trainers.external`), in the data directory."""
+        return self._directory.tasks
+
     def load_public_key(self) -> str:
         """Return the public key that identifies this client, hexadecimal, for `trusted_clients` of other clients.
 
@@ -171,14 +199,26 @@ class Client:
         cannot fix are raised: `IncompatibleServerError`, `EnrollmentError`, `IdentityError` (the client was revoked, or
         its identity is in use elsewhere), `DataDirectoryError` and `ListenerError`.
         """
-        if not (self._trainers or self._evaluators):
-            raise ValueError("the client has no trainer and no evaluator; add one with @client.trainer(name)")
         if max_tasks is not None and max_tasks < 0:
             raise ValueError(f"max_tasks is {max_tasks}; expected 0 or more, or None for no limit")
-        if process_group.run_follower(self._trainers, self._evaluators, self._plugins.table):
-            return
+        self._work(max_tasks, math.inf)
+
+    def run_once(self, wait_s: float = 30.0) -> TaskOutcome:
+        """Run at most one assignment, for which it waits at most `wait_s`, and return what became of it.
+
+        A client that was killed gets its assignment again, if there is still time for it. Raises the errors of `run`.
+        """
+        if not wait_s >= 0:
+            raise ValueError(f"wait_s is {wait_s}; expected 0 or more seconds")
+        return self._work(1, wait_s)
+
+    def _work(self, max_tasks: int | None, wait_s: float) -> TaskOutcome:
+        """Run assignments; end after `wait_s` without one."""
+        if self._follow():
+            return TaskOutcome.DONE
         with process_group.lead(), self._open_session() as (session, prepare, worker):
-            backoff = Backoff(self._options)
+            backoff, outcome = Backoff(self._options), TaskOutcome.NO_WORK
+            patience_at = self._options.clock() + wait_s
             num_tasks = 0
             delay_s = 0.0
             enrolled_again = False  # whether the client has enrolled again since its last success
@@ -186,13 +226,15 @@ class Client:
             while num_tasks != max_tasks and not self._stopped_within(delay_s):
                 began = self._options.clock()
                 try:
-                    found, upcoming = upcoming or self._check_in(session, prepare), None
+                    found, upcoming = upcoming or self._check_in(session, prepare, patience_at), None
+                    outcome = TaskOutcome.NO_WORK
                     if isinstance(found, fleet_pb2.Assignment):
                         num_tasks += 1
                         found = worker.run(found, self._next_check_in(session, is_last=num_tasks == max_tasks))
-                    outcome, upcoming = found, found.next
-                    enrolled_again = enrolled_again and outcome.failed
-                    delay_s = self._delay_s(outcome, backoff)
+                        outcome = _read_outcome(found)
+                    upcoming = found.next
+                    enrolled_again = enrolled_again and found.failed
+                    delay_s = self._delay_s(found, backoff)
                 except errors.Cancelled:
                     break
                 except errors.UnknownClientError as exc:
@@ -200,23 +242,34 @@ class Client:
                     delay_s = backoff.next_s() if enrolled_again else 0.0
                     enrolled_again = True
                     _logger.warning("The server no longer recognizes this client: %s", exc, extra=self._fields)
+                    continue
                 except (errors.IncompatibleServerError, errors.IdentityError):
                     raise
                 except errors.CallError as exc:
                     lasted_s = self._options.clock() - began
                     delay_s = backoff.next_after(exc, lasted_s)
+                    outcome = TaskOutcome.UNREACHABLE
                     self._log_failure(exc, session, lasted_s, delay_s)
+                if outcome is TaskOutcome.LEFT or self._options.clock() + delay_s > patience_at:
+                    break
             worker.give_back(upcoming)
+        return TaskOutcome.STOPPED if self._stop.is_set() and outcome is not TaskOutcome.DONE else outcome
+
+    def _follow(self) -> bool:
+        """Follow rank 0 to its end if this process is another rank; return whether it is. Raises `ValueError`."""
+        if not (self._trainers or self._evaluators):
+            raise ValueError("the client has no trainer and no evaluator; add one with @client.trainer(name)")
+        return process_group.run_follower(self._trainers, self._evaluators, self._plugins.table)
 
     def _check_in(
-        self, session: ClientSession, prepare: Callable[[], None]
+        self, session: ClientSession, prepare: Callable[[], None], patience_at: float
     ) -> fleet_pb2.Assignment | heartbeat.CheckInResult:
-        """Return an assignment, or the refusal."""
+        """Return an assignment, or the refusal; wait at the server until `patience_at` at most."""
         session.enroll()
         prepare()
         began = self._options.clock()
         try:
-            reply = session.check_in(self._poll_time.wait_s)
+            reply = session.check_in(min(self._poll_time.wait_s, max(0.0, patience_at - began)))
         except errors.CallError as exc:
             self._poll_time.note_failure(exc, self._options.clock() - began)
             raise
@@ -244,6 +297,8 @@ class Client:
     @contextlib.contextmanager
     def _open_session(self) -> Generator[tuple[ClientSession, Callable[[], None], work.AssignmentWorker]]:
         with self._directory.lock(), cancellation.on_signals(self._stop_on_signal), contextlib.ExitStack() as stack:
+            for context in self._contexts:
+                stack.enter_context(context)
             identity = self._directory.load_identity(self._ticket)
             key = self._directory.load_signing_key(identity)
             route = self._route(identity)
@@ -330,7 +385,7 @@ class Client:
         return SiloWorker(parts)
 
     def _description(self) -> ClientDescription:
-        features = [setup.FEATURE]
+        features = [] if self._options.leaves_tasks else [setup.FEATURE]
         if self._options.takes_exchanges:
             from fedplat.gossip import steps
 
@@ -410,6 +465,12 @@ def _validate_labels(labels: Mapping[str, str]) -> dict[str, str]:
             raise ValueError(f"the label {key!r} is {value!r}; expected text for both, such as {{'memory_mb': '4096'}}")
         _check_text("the label", f"{key}={value}")
     return dict(labels)
+
+
+def _read_outcome(result: heartbeat.CheckInResult) -> TaskOutcome:
+    if result.left:
+        return TaskOutcome.LEFT
+    return TaskOutcome.FAILED if result.failed else TaskOutcome.DONE
 
 
 def _read_refusal(reply: fleet_pb2.CheckInResponse) -> heartbeat.CheckInResult:

@@ -8,22 +8,22 @@ import platform
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeAlias, TypedDict, Unpack
 
 import click
 
 from fedplat import texts
-from fedplat.config import loaded_plugins, user_code
+from fedplat.config import loaded_plugins
 from fedplat.errors import FedplatError, MissingExtraError, PluginError, TicketError
 from fedplat.secure_aggregation.messages import MAX_GROUP, MIN_GROUP
 from fedplat.wire import process_tuning
-from fedplat_client import errors, log, task
+from fedplat_client import errors, log, trainer_options
 from fedplat_client._auth import enrollment
 from fedplat_client._version import __version__
-from fedplat_client.client import Client
+from fedplat_client.client import Client, TaskOutcome
 from fedplat_client.options import ClientOptions
+from fedplat_client.trainer_options import TrainerOptions, UsageError
 
 _Decorator: TypeAlias = Callable[[Callable[..., None]], Callable[..., None]]
 _PARTITION_LABELS = ("partition_id", "num_partitions")
@@ -31,17 +31,17 @@ _LEVELS = ("debug", "info", "warning", "error")
 _DEFAULTS = ClientOptions()
 
 
+class _InUseError(click.ClickException):
+    """A data directory in which another client works: an exit status of its own, since a later call may work."""
+
+    exit_code = 6
+
+
 def _parse_size(text: str) -> int:
     try:
         return texts.parse_size(text)
     except ValueError as exc:
         raise click.BadParameter(str(exc)) from exc
-
-
-class _UsageError(click.ClickException):
-    """A wrong argument: printed as one line, with click's exit status for usage errors."""
-
-    exit_code = 2
 
 
 class _IdentityOptions(TypedDict):
@@ -71,20 +71,27 @@ class _ClientCommandOptions(_IdentityOptions):
     peer_listen: str
     peer_address: str
     cache_limit: int
-    max_tasks: int | None
     log_level: str
 
 
-class _RunOptions(_ClientCommandOptions):
-    parallel: str | None
-    trainers: tuple[str, ...]
-    evaluators: tuple[str, ...]
+class _NamedOptions(_ClientCommandOptions, TrainerOptions):
+    pass
+
+
+class _RunOptions(_NamedOptions):
+    max_tasks: int | None
+
+
+class _OnceOptions(_NamedOptions):
+    wait_s: float
+    leaves_tasks: bool
 
 
 class _FlowerOptions(_ClientCommandOptions):
     app_dir: Path
     name: str | None
     node_config: tuple[str, ...]
+    max_tasks: int | None
     run_config: tuple[str, ...]
 
 
@@ -257,10 +264,19 @@ _RUN_OPTIONS = (
         "itself. The codecs' residuals, the client states and the models of decentralised jobs may each take the same "
         "size again.",
     ),
-    click.option("--max-tasks", type=click.IntRange(min=0), help="Stop after this many tasks."),
     click.option("--log-level", type=click.Choice(_LEVELS), default="info", show_default=True),
 )
 """The options of each command that runs a client."""
+_MAX_TASKS = click.option("--max-tasks", type=click.IntRange(min=0), help="Stop after this many tasks.")
+_STATUSES = {
+    TaskOutcome.DONE: 0,
+    TaskOutcome.NO_WORK: 3,
+    TaskOutcome.FAILED: 4,
+    TaskOutcome.UNREACHABLE: 5,
+    TaskOutcome.LEFT: 7,
+    TaskOutcome.STOPPED: 8,
+}
+"""The exit statuses of `once`, besides that of a data directory in use; 1 is any other error, 2 a wrong option."""
 
 
 def _add_options(options: Sequence[_Decorator]) -> _Decorator:
@@ -273,22 +289,40 @@ def _add_options(options: Sequence[_Decorator]) -> _Decorator:
 
 
 @main.command(help="Run a client until stopped. A module may be given as a file: /path/to/file.py:function.")
-@click.option(
-    "--trainer", "trainers", multiple=True, metavar="[NAME=]MODULE:FUNCTION", help="Add a trainer; repeatable."
-)
-@click.option(
-    "--evaluator", "evaluators", multiple=True, metavar="[NAME=]MODULE:FUNCTION", help="Add an evaluator; repeatable."
-)
-@click.option(
-    "--parallel",
-    metavar="none|data|NAME=N,...",
-    help="How the processes that torchrun, mpirun or srun started train together, instead of the trainer's own "
-    "setting: data, or a layout such as shard=2,tensor=2. For trainers that are a TorchTrainer.",
-)
-@_add_options(_RUN_OPTIONS)
+@_add_options((*trainer_options.OPTIONS, *_RUN_OPTIONS, _MAX_TASKS))
 def run(**options: Unpack[_RunOptions]) -> None:
     """Run a client."""
-    _run(options, lambda: _create_client(options))
+    _run(options, lambda: _create_client(options), lambda client: client.run(options["max_tasks"]))
+
+
+@main.command(
+    help="Run at most one task and end, for cron and batch systems. Exit statuses: 0 a task was done, 3 no work, 4 the "
+    "task failed, 5 the server does not answer, 6 another client works in the data directory, 7 the task continues "
+    "(--detach), 8 stopped by a signal; 1 and 2 are errors that need a person."
+)
+@_add_options((*trainer_options.OPTIONS, *_RUN_OPTIONS))
+@click.option(
+    "--wait",
+    "wait_s",
+    type=click.FloatRange(min=0.0),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait for a task.",
+)
+@click.option(
+    "--detach",
+    "leaves_tasks",
+    is_flag=True,
+    help="Do not wait for trainers of the kinds slurm and folder: end with status 7, and let the next call report what "
+    "they have done.",
+)
+def once(**options: Unpack[_OnceOptions]) -> None:
+    """Run a client for one task."""
+    outcomes: list[TaskOutcome] = []
+    _run(options, lambda: _create_client(options), lambda client: outcomes.append(client.run_once(options["wait_s"])))
+    click.echo(f"once: {outcomes[0].value}", err=True)
+    sys.exit(_STATUSES[outcomes[0]])
 
 
 @main.command(
@@ -306,10 +340,10 @@ def run(**options: Unpack[_RunOptions]) -> None:
 @click.option(
     "--run-config", multiple=True, metavar="KEY=VALUE", help="Change a value of [tool.flwr.app.config]; repeatable."
 )
-@_add_options(_RUN_OPTIONS)
+@_add_options((*_RUN_OPTIONS, _MAX_TASKS))
 def flower(**options: Unpack[_FlowerOptions]) -> None:
     """Run a ClientApp."""
-    _run(options, lambda: _create_flower_client(options))
+    _run(options, lambda: _create_flower_client(options), lambda client: client.run(options["max_tasks"]))
 
 
 @main.command(
@@ -328,7 +362,7 @@ def identity(**options: Unpack[_IdentityOptions]) -> None:
     try:
         client = _open_client(options, arguments)
     except (ValueError, TicketError, errors.DataDirectoryError) as exc:
-        raise _UsageError(log.make_printable(str(exc))) from exc
+        raise UsageError(log.make_printable(str(exc))) from exc
     try:
         key = client.load_public_key()
     except errors.DataDirectoryError as exc:
@@ -336,7 +370,7 @@ def identity(**options: Unpack[_IdentityOptions]) -> None:
     click.echo(key)
 
 
-def _run(options: _ClientCommandOptions, create: Callable[[], Client]) -> None:
+def _run(options: _ClientCommandOptions, create: Callable[[], Client], work: Callable[[Client], None]) -> None:
     log.set_up(options["log_level"])
     if options["ticket"] is not None:
         click.echo(
@@ -348,9 +382,10 @@ def _run(options: _ClientCommandOptions, create: Callable[[], Client]) -> None:
     try:
         client, before = create(), threading.enumerate()
         process_tuning.keep_what_is_loaded()
-        client.run(options["max_tasks"])
+        work(client)
     except FedplatError as exc:
-        raise click.ClickException(log.make_printable(str(exc))) from exc
+        is_in_use = isinstance(exc, errors.DataDirectoryInUseError)
+        raise (_InUseError if is_in_use else click.ClickException)(log.make_printable(str(exc))) from exc
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
         sys.exit(130)
@@ -365,44 +400,15 @@ def _find_rest(before: Iterable[threading.Thread]) -> list[str]:
     return [name for name in names if not name.startswith("ThreadPoolExecutor")]  # idle ones end by themselves
 
 
-def _create_client(options: _RunOptions) -> Client:
-    if not (options["trainers"] or options["evaluators"]):
-        raise _UsageError("there is nothing to do; give at least one --trainer or --evaluator")
+def _create_client(options: _NamedOptions) -> Client:
     try:
         client = _open_client(options, _read_arguments(options))
-        with _replace_parallel(options["parallel"]):
-            trainers = [(spec, *_load("--trainer", spec)) for spec in options["trainers"]]
-            evaluators = [_load("--evaluator", spec) for spec in options["evaluators"]]
-        for spec, name, function in trainers:
-            if options["parallel"] is not None and not hasattr(function, "parallel"):
-                raise _UsageError(
-                    f"--parallel is for trainers that are a TorchTrainer; --trainer {spec!r} is a "
-                    f"{type(function).__name__}; remove --parallel"
-                )
-            client.add_trainer(name, function)
-        for name, function in evaluators:
-            # A trainer object such as TorchTrainer has its evaluator as a method.
-            client.add_evaluator(name, getattr(function, "evaluate", function))
+        trainer_options.add_trainers(client, options)
     except PluginError as exc:
-        raise _UsageError(f"--plugin {exc}") from exc
+        raise UsageError(f"--plugin {exc}") from exc
     except (ValueError, TicketError, errors.DataDirectoryError, MissingExtraError) as exc:
-        raise _UsageError(str(exc)) from exc
+        raise UsageError(str(exc)) from exc
     return client
-
-
-def _replace_parallel(text: str | None) -> AbstractContextManager[None]:
-    """Create trainers within the block with the given setting, instead of their own one."""
-    if text is None:
-        return nullcontext()
-    from fedplat.parallel import Parallel
-    from fedplat_client.trainers.torch import replace_parallel
-
-    if text == "none" or text == "data":
-        return replace_parallel(text)
-    try:
-        return replace_parallel(Parallel.from_text(text))
-    except ValueError as exc:
-        raise _UsageError(f"--parallel {exc}; or use none or data") from exc
 
 
 def _create_flower_client(options: _FlowerOptions) -> Client:
@@ -423,9 +429,9 @@ def _create_flower_client(options: _FlowerOptions) -> Client:
         client.add_trainer(options["name"] or app.name, trainer)
         client.add_evaluator(options["name"] or app.name, trainer.evaluate)
     except PluginError as exc:
-        raise _UsageError(f"--plugin {exc}") from exc
+        raise UsageError(f"--plugin {exc}") from exc
     except (ValueError, FedplatError) as exc:
-        raise _UsageError(str(exc)) from exc
+        raise UsageError(str(exc)) from exc
     return client
 
 
@@ -446,7 +452,7 @@ def _open_client(options: _IdentityOptions, given: _ClientArguments) -> Client:
     ticket = enrollment.find_ticket(options["ticket"], options["ticket_file"])
     if ticket is not None:
         if (server or ticket.server, population or ticket.population) != (ticket.server, ticket.population):
-            raise _UsageError(
+            raise UsageError(
                 f"the ticket is for {ticket.population!r} at {ticket.server}, but --server or --population differs; "
                 "use either the ticket or the options"
             )
@@ -454,7 +460,7 @@ def _open_client(options: _IdentityOptions, given: _ClientArguments) -> Client:
     if server and population:
         return Client(server, population=population, **given)
     if server or population:
-        raise _UsageError("--server and --population must be used together; a ticket contains both")
+        raise UsageError("--server and --population must be used together; a ticket contains both")
     return Client.from_ticket(**given)
 
 
@@ -462,21 +468,12 @@ def _parse_labels(items: Sequence[str]) -> dict[str, str]:
     labels: dict[str, str] = {}
     for key, value in map(_parse_label, items):
         if labels.setdefault(key, value) != value:
-            raise _UsageError(f"--label {key} has the values {labels[key]!r} and {value!r}; expected one of them")
+            raise UsageError(f"--label {key} has the values {labels[key]!r} and {value!r}; expected one of them")
     return labels
 
 
 def _parse_label(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not (key and equals):
-        raise _UsageError(f"--label {text!r} cannot be read; expected KEY=VALUE, such as region=eu")
+        raise UsageError(f"--label {text!r} cannot be read; expected KEY=VALUE, such as region=eu")
     return key, value
-
-
-def _load(option: str, spec: str) -> tuple[str, Callable[[task.Task], Any]]:
-    """Return the name and the function of `[name=]module:function`."""
-    name, _, target = spec.rpartition("=")
-    try:
-        return name or user_code.split(target)[1], user_code.load_function(target)
-    except FedplatError as exc:
-        raise _UsageError(f"{option} {spec!r}: {exc}") from exc

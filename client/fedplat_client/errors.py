@@ -5,8 +5,11 @@ FedplatError
 └── ClientError
     ├── Cancelled                  the task must stop; `Task.progress` raises it inside the trainer
     ├── DataDirectoryError         the data directory is in use, unreadable or damaged
+    │   └── DataDirectoryInUseError    another client works in it now
     ├── EnrollmentError            the server does not accept this client
+    ├── ExternalTaskError          a program outside of the client failed, or returned what cannot be used
     ├── ListenerError              the client's own port for its peers cannot be opened
+    ├── TaskLeftError              the task continues outside of this process, which may end
     ├── TransferError              a model or an update could not be moved, or its digest is wrong
     │   └── PeerError                  a peer's file could not be fetched; carries `reason`
     └── CallError                  a call failed; carries `code`, the name of the gRPC status
@@ -58,6 +61,18 @@ class Cancelled(ClientError):
 
 class DataDirectoryError(ClientError):
     """The data directory is in use, unreadable or damaged; the message describes the remedy."""
+
+
+class DataDirectoryInUseError(DataDirectoryError):
+    """Another process runs as the same client."""
+
+
+class ExternalTaskError(ClientError):
+    """A program outside of the client failed, or a file that it returned cannot be used; the message names the file."""
+
+
+class TaskLeftError(ClientError):
+    """The task continues outside of this process, which may end; the client that gets it again reports its result."""
 
 
 class EnrollmentError(ClientError):

@@ -93,6 +93,9 @@ class ClientOptions:
     and what it sends them passes through the server, encrypted. Implies `exchange_models`."""
     peer_address: str = ""
     """`host:port` at which neighbours reach that port; by default `peer_listen`."""
+    leaves_tasks: bool = False
+    """Leave tasks that go on without this process, such as jobs of Slurm, instead of waiting for them; the next process
+    of this client reports them. Such a client takes no part in secure aggregations, which need it to be there."""
     rng: random.Random = field(default_factory=random.SystemRandom)
     wait: Callable[[StopSignal, float], bool] = StopSignal.wait
     clock: Callable[[], float] = time.monotonic
@@ -175,6 +178,11 @@ class ClientOptions:
         if not (math.isfinite(self.min_local_noise_multiplier) and self.min_local_noise_multiplier >= 0.0):
             raise ValueError(
                 f"min_local_noise_multiplier is {self.min_local_noise_multiplier}; expected a number of at least 0"
+            )
+        if self.leaves_tasks and (self.require_secure_aggregation or self.requires_noise or self.takes_exchanges):
+            raise ValueError(
+                "leaves_tasks is set, but secure aggregation and decentralised jobs need the client to be there all "
+                "the time; set one of them"
             )
         if not 0.0 < self.max_share <= 1.0:
             raise ValueError(f"max_share is {self.max_share}; expected a number above 0 and at most 1")

@@ -136,6 +136,8 @@ class Task:
     job_name: str = ""
     round: int = 1
     attempt: int = 1
+    assignment_id: str = ""
+    """Identifies the assignment; the same if the server gives it again to a client that was restarted."""
     num_rounds: int = 0
     """The job's number of rounds, for schedules over all of them; 0 if the server is of a version before 0.2."""
     client_state: ClientState = field(default_factory=ClientState, repr=False)

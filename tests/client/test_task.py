@@ -90,6 +90,7 @@ def test_the_exported_names_are_pinned() -> None:
         "RevokedError",
         "ServerUnavailableError",
         "Task",
+        "TaskOutcome",
         "TicketError",
         "TrainResult",
         "TransferError",

@@ -9,6 +9,7 @@
                                  residuals/      the codecs' residuals (fedplat_client._state.two_phase)
                                  memories/       the client states (fedplat_client._state.two_phase)
                                  silos/          the models of decentralised jobs (fedplat_client._state.silo_store)
+                                 tasks/          the task folders of programs (fedplat_client.trainers.external)
            exports/              the models with which decentralised jobs have ended, for the client's owner
                                  served          attempts of secure aggregations (fedplat_client._state.two_phase)
            privacy.json          the privacy ledger, for all servers (fedplat_client._state.privacy_ledger)
@@ -37,7 +38,7 @@ from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from fedplat import durable, forks
 from fedplat.config.decoding import prepare_type
 from fedplat.wire.auth import Ticket
-from fedplat_client.errors import DataDirectoryError
+from fedplat_client.errors import DataDirectoryError, DataDirectoryInUseError
 
 _logger = logging.getLogger("fedplat_client")
 
@@ -86,6 +87,7 @@ class DataDirectory:
         self.residuals = self.path / "residuals"
         self.client_states = self.path / "memories"
         self.silos = self.path / "silos"
+        self.tasks = self.path / "tasks"
         self.exports = data_dir / "exports"
         self.served = self.path / "served"
         self.privacy = data_dir / "privacy.json"
@@ -111,7 +113,7 @@ class DataDirectory:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as exc:
-                raise DataDirectoryError(
+                raise DataDirectoryInUseError(
                     f"the data directory {self.path} is in use by another client; stop that client, or use another "
                     "data directory for this one: Client(..., data_dir=FOLDER) or --data-dir FOLDER"
                 ) from exc

@@ -133,12 +133,13 @@ _FAIL_TIMEOUT_S = 5.0
 class CheckInResult:
     """The outcome of a check-in or an assignment: whether to back off, and the server's retry window if it sent one.
 
-    `next` is the assignment that a report was answered with.
+    `next` is the assignment that a report was answered with; `left`: the task continues outside of this process.
     """
 
     failed: bool
     retry: model_pb2.RetryWindow | None = None
     next: fleet_pb2.Assignment | None = None
+    left: bool = False
 
 
 class AssignmentFailedError(errors.ClientError):

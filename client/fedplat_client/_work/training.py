@@ -25,7 +25,7 @@ from fedplat_client._state.two_phase import ClientStateStore, Residuals, SentRep
 from fedplat_client._work import heartbeat
 from fedplat_client._work.content import Content
 from fedplat_client._work.heartbeat import AssignmentFailedError
-from fedplat_client.errors import CallError, ServerUnavailableError
+from fedplat_client.errors import CallError, ServerUnavailableError, TaskLeftError
 from fedplat_client.task import Control, EvaluateFunction, EvaluateResult, Scalar, Task, TrainFunction, TrainResult
 
 _logger = logging.getLogger(__name__)
@@ -65,6 +65,7 @@ class LocalTrainers:
             job_name=assignment.job_name,
             round=assignment.round,
             attempt=assignment.attempt,
+            assignment_id=_identify(assignment),
             num_rounds=assignment.num_rounds,
             client_state=client_state,
             ledger=self.ledger,
@@ -79,7 +80,7 @@ def guard(control: Control, problem: str = "") -> Generator[None]:
 
     It is for each block that runs code of the client's owner, or reads what that code returned, since its types and
     plugins may raise anything: no client ends because of them. If the task is stopped, that counts instead. Errors of
-    calls to the server pass, and so does Ctrl-C, but not a KeyboardInterrupt that the code raises by itself. A child
+    calls to the server pass, a task that is left, and Ctrl-C, but not a KeyboardInterrupt that the code raises. A child
     that the code has forked, and that comes back here, ends.
     """
     owner = os.getpid()
@@ -88,7 +89,7 @@ def guard(control: Control, problem: str = "") -> Generator[None]:
         forks.end_child(owner)
     except BaseException as exc:
         forks.end_child(owner, exc)
-        if user_code.is_interrupt(exc) or isinstance(exc, AssignmentFailedError | CallError):
+        if user_code.is_interrupt(exc) or isinstance(exc, AssignmentFailedError | CallError | TaskLeftError):
             raise
         control.signal.check()
         if not isinstance(exc, errors.FedplatError):  # the message of a fedplat error needs no traceback
@@ -137,6 +138,13 @@ def _call(function: Callable[[Task], Result], task: Task, expected: type[Result]
             raise TypeError(f"{task.name!r} returned {type(result).__name__}; expected {expected.__name__}")
     task.control.signal.check()  # after a stop, the result does not count
     return result
+
+
+def _identify(assignment: fleet_pb2.Assignment) -> str:
+    """Return what is the same for an assignment that the server gives again, which has another token, and no other."""
+    config = sorted(read_config(assignment).items())
+    parts = (assignment.job_id, assignment.round, assignment.attempt, assignment.model.digest, config)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
 def read_config(assignment: fleet_pb2.Assignment) -> dict[str, Scalar]:

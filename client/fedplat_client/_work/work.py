@@ -264,6 +264,9 @@ class AssignmentWorker:
             stop = control.signal.stop
         except heartbeat.AssignmentFailedError as exc:
             stop = control.signal.stop or cancellation.Stop(exc.reason, str(exc)[:_TEXT_LIMIT])
+        except errors.TaskLeftError as exc:
+            _logger.info("The client does not wait for the task: %s.", exc, extra=fields)
+            return heartbeat.CheckInResult(failed=False, left=True)
         except KeyboardInterrupt:
             parts.stop.set(cancellation.client_stopped())
             self._fail(assignment.token, cancellation.client_stopped(), control)
