@@ -217,11 +217,6 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return build_checked(self.algorithm, aggregate.LocalAlgorithm, "config.algorithm")
 
 
-def split_groups(alternate: str) -> list[str]:
-    """Return the names of the groups of tensors in `config.alternate`, none for all tensors."""
-    return [name for part in alternate.split(",") if (name := part.strip())]
-
-
 def explain_lost_moments(alternate: str) -> str:
     """Return why tensors that take turns have no kept optimizer."""
     return (
