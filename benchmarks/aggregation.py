@@ -30,6 +30,7 @@ from fedplat import report_validation
 from fedplat.aggregate import Accumulator, Contribution, FedAvg
 from fedplat.codecs.container import open_update
 from fedplat.model import ModelFile, Parameters
+from fedplat.model.file import FilePart
 
 PEERS = Path(__file__).resolve().parents[1] / ".venv-peers" / "bin" / "python"
 FLOWER = Path(__file__).with_name("peers") / "flower_aggregate.py"
@@ -179,7 +180,7 @@ def rates_of(paths: list[Path], num_updates: int, memory_bytes: int) -> Rates:
 
 def check_file(base: Path, update: Path) -> None:
     """Check an update as the server does before it accepts it."""
-    assert isinstance(report_validation.validate_file(update, base, None), float)
+    assert isinstance(report_validation.validate_file(FilePart(update), base, None), float)
 
 
 def fold_file(accumulator: Accumulator, base: ModelFile, update: Path) -> None:

@@ -59,6 +59,8 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     them: `"*lora_B*, *lora_A*"` trains all B in odd rounds, all A in even ones (RoLoRA). Empty: all in each round."""
     base_sha256: Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")] = ""
     """With a trainer of share = "trained": the SHA-256 of the tensors that are not trained, equal everywhere."""
+    tokenizer_sha256: Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")] = ""
+    """The SHA-256 of the tokenizer of all data, for clients that name theirs."""
 
     def __post_init__(self) -> None:
         ranges.check_ranges(self)
@@ -215,11 +217,6 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.is_builtin:
             return self.algorithm.build()
         return build_checked(self.algorithm, aggregate.LocalAlgorithm, "config.algorithm")
-
-
-def split_groups(alternate: str) -> list[str]:
-    """Return the names of the groups of tensors in `config.alternate`, none for all tensors."""
-    return [name for part in alternate.split(",") if (name := part.strip())]
 
 
 def explain_lost_moments(alternate: str) -> str:

@@ -24,14 +24,16 @@ from fedplat.codecs.container import Format
 from fedplat.errors import CodecError, FlowerError, ModelError, PluginError, SecureAggregationError, UserCodeError
 from fedplat.flower import layout
 from fedplat.model import Blocks, ModelFile, Parameters, Schema, is_finite
-from fedplat.model.file import header_size, read_layout
+from fedplat.model.file import FilePart, header_size, read_layout
 from fedplat.model.running_norm import RunningNorm
+from fedplat.model.turns import Turn
 from fedplat.model.values import FlatModel
 from fedplat.rounds.commands import ACCEPTED, Verdict
 from fedplat.rounds.states import Reason
 from fedplat.secure_aggregation import encoding
 from fedplat.secure_aggregation.setup import Setup
 
+_ALL = Turn()
 _SPARE_BYTES = 2**20
 """Bytes that an upload may announce beyond the exact size, so that the refusal can name the difference."""
 _SPARE_HEADER_BYTES = 64 * 2**10
@@ -71,35 +73,41 @@ def _judge_norm(norm: float) -> float | Verdict:
 
 
 def validate_file(
-    update: Path,
+    update: FilePart,
     base: Path,
     codec: codecs.CodecOptions | None,
     running: RunningNorm | None = None,
-    start: int = 0,
-    size_bytes: int | None = None,
+    turn: Turn = _ALL,
 ) -> float | Verdict:
-    """Return the L2 norm of the update in a file, or a refusal; with `size_bytes`, of a part that begins at `start`.
+    """Return the L2 norm of the update in a file, or a refusal.
+
+    The update has the tensors of a `turn`. Clients before 0.2 send the others, too.
 
     Reads the file at most once, and not at all if `running` has all of its bytes and the schema of `base`, which is the
     file of a version of the job. Memory does not grow with its size.
     """
-    expected = _schema_of(base)
+    expected = _schema_of(base, turn)
     if running is not None and codec is None and (norm := running.find(expected)) is not None:
         return _judge_norm(norm)
     if codec is not None:
         try:
-            return measure_norm(Format(codec, expected).open(update, start, size_bytes).to_blocks())
+            return measure_norm(Format(codec, expected).open(*update).to_blocks())
         except (ModelError, CodecError, PluginError, UserCodeError) as exc:
             return Verdict(Reason.REJECTED_SCHEMA, str(exc))
-    with update.open("rb") as file:
+    path, start, size_bytes = update
+    with path.open("rb") as file:
         if size_bytes is None:
-            size_bytes = update.stat().st_size - start
+            size_bytes = path.stat().st_size - start
+        file.seek(start)
+        whole = _schema_of(base)
+        if expected is not whole and file.read(len(whole.header)) == whole.header:
+            expected = whole
         file.seek(start)
         same = file.read(len(expected.header)) == expected.header
         if not same or size_bytes != expected.file_size_bytes:
             file.seek(start)
             return Verdict(Reason.REJECTED_SCHEMA, _describe_difference(file, size_bytes, expected))
-    return measure_norm(ModelFile(update, expected, start).to_blocks())
+    return measure_norm(ModelFile(path, expected, start).to_blocks())
 
 
 def validate_content(update: bytes, base: Path) -> float | Verdict:
@@ -159,9 +167,9 @@ def check_finite(values: Blocks) -> Verdict | None:
         return None if is_finite(values) else Verdict(Reason.REJECTED_NONFINITE)
 
 
-def running_norm(base: Path, codec: codecs.CodecOptions | None) -> RunningNorm | None:
+def running_norm(base: Path, codec: codecs.CodecOptions | None, turn: Turn = _ALL) -> RunningNorm | None:
     """Return what measures an update while it arrives, for `validate_file`; None if only its whole file can be."""
-    return RunningNorm(_schema_of(base)) if codec is None else None
+    return RunningNorm(_schema_of(base, turn)) if codec is None else None
 
 
 @lru_cache(maxsize=256)
@@ -172,16 +180,16 @@ def size_limit(base: Path, codec: codecs.CodecOptions | None) -> int:
     return Format(codec, _schema_of(base)).max_bytes + _SPARE_BYTES
 
 
-def _schema_of(base: Path) -> Schema:
+def _schema_of(base: Path, turn: Turn = _ALL) -> Schema:
     """Return the schema of the updates of a version, which all clients of an attempt have, from its file."""
     found = base.stat()
-    return _read_schema(base, found.st_ino, found.st_mtime_ns)
+    return turn.uploaded(_read_schema(base, found.st_ino, found.st_mtime_ns))
 
 
 @lru_cache(maxsize=16)
 def _read_schema(base: Path, inode: int, modified_ns: int) -> Schema:
     """Read the schema of a version that has this file: a server may fetch the file again, or restore it."""
-    return Parameters.open(base).schema.uploaded
+    return Parameters.open(base).schema
 
 
 def _describe_difference(update: BinaryIO, size_bytes: int, expected: Schema) -> str:

@@ -143,9 +143,10 @@ def _format_ratios(values: Mapping[int, float], base: Mapping[int, float]) -> st
 
 
 def _find_sent_bytes(logs: Sequence[Log], name: str) -> Value:
-    """Return the bytes that a client sends in a round; it sends as many in each."""
+    """Return the bytes that a client sends in a round, on average over the rounds."""
     lines = [line for log in logs if log.cell == name for line in log.rounds]
-    return round(lines[-1]["bytes_up"] / lines[-1]["merged"]) if lines else "not run"
+    sent, merged = (sum(line[key] for line in lines) for key in ("bytes_up", "merged"))
+    return round(sent / merged) if lines else "not run"
 
 
 PAPER = Paper(

@@ -53,7 +53,13 @@ from fedplat.aggregate.local import (
     StartContext,
     UpdateDirection,
 )
-from fedplat.aggregate.mean import average_statistics, describe_statistics, restrict_to_mean, weighted_mean
+from fedplat.aggregate.mean import (
+    average_statistics,
+    describe_statistics,
+    hold_resting,
+    restrict_to_mean,
+    weighted_mean,
+)
 from fedplat.aggregate.robust import MAX_ROBUST_UPDATES, Robust
 from fedplat.aggregate.server_optimizers import (
     FedAdagrad,
@@ -193,6 +199,7 @@ __all__ = [
     "describe_statistics",
     "divide_by_number",
     "first_columns",
+    "hold_resting",
     "l2_norm",
     "memory_from_bytes",
     "normalize_by_steps",

@@ -12,11 +12,13 @@ statistics move by the mean of the clients' updates, whatever the rule does with
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from fedplat.aggregate.algebra import MEAN_WEIGHT, Contribution, Partial, Rule, State
 from fedplat.model import WINDOW, Blocks, Schema, Vector, windows
+from fedplat.model.turns import Turn
 
 MAX_WEIGHT = 1e30
 """Largest weight: larger ones would leave the range of the float32 sums."""
@@ -111,20 +113,47 @@ def average_statistics(inner: Rule) -> Rule:
 
     def apply(state: State, partial: Partial) -> tuple[Vector, State]:
         step, after = inner.apply(state, partial)
-        size = partial.total.size
-        own = [
-            range(max(each.start - partial.first, 0), min(each.stop - partial.first, size))
-            for each in partial.statistics
-        ]
-        if keeps_step or not any(own):
+        own = _cut(partial.statistics, partial)
+        if keeps_step or not own:
             return step, after
         step = step.copy()  # it may be part of the state, such as a momentum
         weight = np.float32(max(partial.sums.get(MEAN_WEIGHT, partial.weight), partial.num_updates * unit))
-        for part in filter(None, own):
-            step[part.start : part.stop] = partial.total[part.start : part.stop] / weight
+        for part in own:
+            step[part] = partial.total[part] / weight
         return step, after
 
     return dataclasses.replace(inner, apply=apply)
+
+
+def hold_resting(turn: Turn) -> Callable[[Rule], Rule]:
+    """Return a wrapper by which the tensors that rest in a round keep their values, and the state of the rule for them.
+
+    Clients send no update of them. Without it a momentum, or the noise of a private job, would move them.
+    """
+
+    def wrap(inner: Rule) -> Rule:
+        def apply(state: State, partial: Partial) -> tuple[Vector, State]:
+            step, after = inner.apply(state, partial)
+            held = [] if partial.schema is None else _cut(turn.columns(partial.schema), partial)
+            if not held:
+                return step, after
+            step, after = step.copy(), {name: vector.copy() for name, vector in after.items()}
+            for part in held:
+                step[part] = 0.0
+                for name, vector in after.items():
+                    vector[part] = state[name][part]
+            return step, after
+
+        return dataclasses.replace(inner, apply=apply)
+
+    return wrap if turn.groups else lambda inner: inner
+
+
+def _cut(columns: Sequence[range], partial: Partial) -> list[slice]:
+    """Return the parts of columns of the model that are in the total of a partial result, by their places there."""
+    size = partial.total.size
+    ends = ((max(each.start - partial.first, 0), min(each.stop - partial.first, size)) for each in columns)
+    return [slice(start, stop) for start, stop in ends if start < stop]
 
 
 def describe_statistics(schema: Schema) -> str:

@@ -157,9 +157,13 @@ def build_release(spec: JobSpec) -> Release | None:
 
 
 def build_rule(
-    spec: JobSpec, seed: int = 0, noise: privacy.Noise | None = None, keep_step: Callable[[bytes], None] | None = None
+    spec: JobSpec,
+    seed: int = 0,
+    noise: privacy.Noise | None = None,
+    keep_step: Callable[[bytes], None] | None = None,
+    round: int = 1,
 ) -> aggregate.Rule:
-    """Return the aggregation rule of a job; `seed` seeds its random draws in an attempt.
+    """Return the aggregation rule of a job; `seed` seeds its random draws in an attempt at a round.
 
     `aggregate.seed_of(job_id, version)` is the seed of the attempt that makes that version. `noise`, fresh for each
     attempt, is added to the releases of a private job; without it, the rule cannot release anything. With `keep_step`,
@@ -168,14 +172,15 @@ def build_rule(
     Raises `PluginError` or `UserCodeError` if a plugin builds nothing of use: it may fail at any call.
     """
     if spec.secure_aggregation is not None:
-        return build_secure_rule(spec, seed, keep_step)
+        return build_secure_rule(spec, seed, keep_step, round)
     rule = plugins.build_checked(spec.aggregation, aggregate.Rule, "aggregation.rule")
     if spec.privacy is not None:
         rule = aggregate.restrict_to_mean(rule)  # also a plugin sees only what is released
     if spec.robust is not None:
         with user_code.wrap_errors(f'robust.rule = "{plugins.name_of(spec.robust.rule)}": build()'):
             rule = spec.robust.build(seed)(rule)
-    rule = aggregate.average_statistics(spec.updates.clip(rule))
+    # Below the noise: what a client has not sent is not released.
+    rule = aggregate.hold_resting(spec.turn(round))(aggregate.average_statistics(spec.updates.clip(rule)))
     if (release := build_release(spec)) is not None:
         rule = clipping.privatize(release, noise)(rule)
         requirements = dataclasses.replace(rule.requirements, misfit=_refuse_statistics(rule.requirements.misfit))
@@ -183,7 +188,9 @@ def build_rule(
     return _compress_step(spec, rule, seed, keep_step)
 
 
-def build_secure_rule(spec: JobSpec, seed: int = 0, keep_step: Callable[[bytes], None] | None = None) -> aggregate.Rule:
+def build_secure_rule(
+    spec: JobSpec, seed: int = 0, keep_step: Callable[[bytes], None] | None = None, round: int = 1
+) -> aggregate.Rule:
     """Return the rule of a job with secure aggregation, as `build_rule` does too.
 
     It receives the mean of the updates (`secure.mean_update`) as the only update of an attempt, with weight 1. Clients
@@ -192,7 +199,7 @@ def build_secure_rule(spec: JobSpec, seed: int = 0, keep_step: Callable[[bytes],
     inner = plugins.build_checked(spec.aggregation, aggregate.Rule, "aggregation.rule")
     requirements = dataclasses.replace(inner.requirements, misfit=_misfit(spec, inner.requirements.misfit))
     rule = dataclasses.replace(aggregate.restrict_to_mean(inner), requirements=requirements)
-    rule = aggregate.average_statistics(rule)
+    rule = aggregate.hold_resting(spec.turn(round))(aggregate.average_statistics(rule))
     return _compress_step(spec, rule, seed, keep_step)
 
 

@@ -18,6 +18,7 @@ from fedplat.aggregate import algebra as ranges
 from fedplat.gossip.topology import Gossip
 from fedplat.job import sections
 from fedplat.job.sections import Count, Name
+from fedplat.model.turns import Turn
 from fedplat.parallel import Parallel
 from fedplat.secure_aggregation.messages import SecureAggregation
 
@@ -82,6 +83,19 @@ class JobTables(Struct, frozen=True, forbid_unknown_fields=True):
     def client_config(self) -> Mapping[str, sections.Scalar]:
         """The values that clients find in `task.config`."""
         return self.config if self.flower is None else self.flower.run_config
+
+    def turn(self, round: int) -> Turn:
+        """Return which tensors clients leave out of their updates in a round, because they rest (`config.alternate`).
+
+        None, where updates of one attempt may be of different rounds, where a codec has feedback for all entries, where
+        a server step reads the updates, and where the noise of later rounds cancels that of earlier ones.
+        """
+        alternate = self.client_config.get("alternate")
+        has_own_form = self.compression.uplink is not None or self.server_step is not None or self.flower is not None
+        has_tree = self.privacy is not None and self.privacy.participation == "min_separation"
+        if not isinstance(alternate, str) or not isinstance(self.mode, modes.Sync) or has_own_form or has_tree:
+            return Turn()
+        return Turn.of(alternate, round)
 
     @property
     def num_ranks(self) -> int:

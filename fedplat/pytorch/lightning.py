@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, cast
 
@@ -52,8 +52,17 @@ class LightningConfig(Struct, frozen=True):
     """The keys of `[config]` that the training itself uses; the module may read these and others."""
 
     epochs: Annotated[int, Meta(ge=1, le=1_000_000)] = 1
+    max_steps: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 0
+    """Steps of each training, of every optimizer; 0 for those of `epochs`."""
     batch_size: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 32
     """Examples of a batch; 0 for all of them. A loader or a data module has its own."""
+
+    def __post_init__(self) -> None:
+        if self.max_steps and self.epochs != 1:
+            raise ValueError(
+                f"max_steps = {self.max_steps}: it is the number of local steps, and epochs = {self.epochs} asks for "
+                "another; expected epochs = 1 with max_steps, or max_steps = 0"
+            )
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,17 @@ class OwnLightningModule:
 
 
 @dataclass(frozen=True)
+class _OwnModule:
+    """A module, and its base if only the other tensors are shared."""
+
+    module: LightningModule
+    base: training.FrozenBase | None
+
+    def parameters(self) -> Mapping[str, torch.nn.Parameter]:
+        return {name: value for name, value in self.module.named_parameters() if value.requires_grad}
+
+
+@dataclass(frozen=True)
 class LightningLearner:
     """Trains a `LightningModule` with one device; `device` is Lightning's `accelerator`, such as "cpu" or "auto".
 
@@ -87,7 +107,11 @@ class LightningLearner:
     """Creates the module; the job's values replace its initial ones."""
     device: str = "cpu"
     share: training.Share = "all"
-    """With "trained" the job's model has only what training changes, see `fedplat.pytorch.training.Learner`."""
+    """With "trained" the job's model has only what training changes, see `fedplat.pytorch.training.Learner`. The module
+    is then made once for all trainings and evaluations, since a base may take minutes to load."""
+    _idle: training.IdleModules[_OwnModule] = field(
+        default_factory=training.IdleModules, init=False, repr=False, compare=False
+    )
 
     def initial(self, seed: int = 0) -> Parameters:
         """Return the values of a new module, without its base if only what is trained is shared."""
@@ -120,31 +144,37 @@ class LightningLearner:
         module raises.
         """
         options = _read(config)
-        with _RUNS, _quiet(), training.use_seed(torch.device("cpu"), 0):
-            module, base = self._load(parameters, config)
-        with _RUNS, _quiet(), training.use_seed(torch.device("cpu"), seed):
-            observer = _Observer(options.epochs, after_step)
-            trainer = self._trainer(max_epochs=options.epochs, limit_val_batches=0, callbacks=[observer])
-            if isinstance(data, LightningDataModule):
-                cast(Any, data).job_config = dict(config)
-                trainer.fit(module, datamodule=data)
-            else:
-                smallest = 2 if any(isinstance(part, _BATCH_NORMS) for part in module.modules()) else 1
-                trainer.fit(module, _make_loader(data, options.batch_size, smallest, seed))
-        if base is not None:
-            base.check_unchanged()
-        state = module.state_dict()
-        parameters.assign(convert.to_arrays({name: state[name] for name in parameters if name in state}))
+        with self._borrow(parameters, config) as own:
+            module = own.module
+            with _RUNS, _quiet(), training.use_seed(torch.device("cpu"), seed):
+                observer = _Observer(options, after_step)
+                max_epochs = -1 if options.max_steps else options.epochs  # the observer ends the training
+                trainer = self._trainer(max_epochs=max_epochs, limit_val_batches=0, callbacks=[observer])
+                if isinstance(data, LightningDataModule):
+                    cast(Any, data).job_config = dict(config)
+                    trainer.fit(module, datamodule=data)
+                else:
+                    smallest = 2 if any(isinstance(part, _BATCH_NORMS) for part in module.modules()) else 1
+                    trainer.fit(module, _make_loader(data, options.batch_size, smallest, seed))
+            if own.base is not None:
+                own.base.check_unchanged()
+            state = module.state_dict()
+            parameters.assign(convert.to_arrays({name: state[name] for name in parameters if name in state}))
         if not parameters.is_finite():
             raise DataError("the training has diverged: the model holds NaN or infinite values")
         logged = _metrics(trainer.callback_metrics, "train_")
-        return {**logged, **observer.metrics, "local_steps": trainer.global_step / max(1, len(trainer.optimizers))}
+        return {**logged, **observer.metrics, "local_steps": _count_steps(trainer)}
 
     def evaluate(self, parameters: Parameters, data: LightningData, config: Config | None = None) -> dict[str, float]:
         """Return the metrics that `validation_step` logs, without the prefix "val_"; none if there is no such step."""
         given = {} if config is None else config
-        with _RUNS, _quiet(), training.use_seed(torch.device("cpu"), 0):
-            module, _ = self._load(parameters, given)
+        with (
+            self._borrow(parameters, given) as own,
+            _RUNS,
+            _quiet(),
+            training.use_seed(torch.device("cpu"), 0),
+        ):
+            module = own.module
             if not is_overridden("validation_step", module):
                 return {}
             trainer = self._trainer()
@@ -162,16 +192,22 @@ class LightningLearner:
             raise ModelError(training.explain_missing_base(self.base_sha256()))
 
     def check_config(self, config: Config) -> None:
-        """Raise `JobFileError` for an invalid value of `epochs` or `batch_size`."""
+        """Raise `JobFileError` for an invalid value of `epochs`, `max_steps` or `batch_size`."""
         _read(config)
 
-    def _load(self, parameters: Parameters, config: Config) -> tuple[LightningModule, training.FrozenBase | None]:
-        module = self.module()
-        base = self._find_base(module)
-        training.check_base(base, str(config.get("base_sha256", "")))
-        convert.load_into(module, parameters, None if base is None else base.check_fit)
-        cast(Any, module).job_config = dict(config)
-        return module, base
+    @contextmanager
+    def _borrow(self, parameters: Parameters, config: Config) -> Generator[_OwnModule]:
+        """Give the block a module with these parameters, which no other task uses."""
+        sha256 = str(config.get("base_sha256", ""))
+        with self._idle.borrow(self._make, sha256, is_required=False) as own:
+            convert.load_into(own.module, parameters, None if own.base is None else own.base.check_fit)
+            cast(Any, own.module).job_config = dict(config)
+            yield own
+
+    def _make(self) -> _OwnModule:
+        with _RUNS, _quiet(), training.use_seed(torch.device("cpu"), 0):
+            module = self.module()
+            return _OwnModule(module, self._find_base(module))
 
     def _find_base(self, module: LightningModule) -> training.FrozenBase | None:
         return training.FrozenBase(module) if self.share == "trained" else None
@@ -215,8 +251,8 @@ class EpochBatches:
 class _Observer(Callback):
     """Measures the mean loss of the last epoch, and reports the completed part of the training."""
 
-    def __init__(self, epochs: int, after_step: Callable[[float], object]) -> None:
-        self._epochs, self._after_step = epochs, after_step
+    def __init__(self, options: LightningConfig, after_step: Callable[[float], object]) -> None:
+        self._options, self._after_step = options, after_step
         self._losses: list[tuple[float, int]] = []
 
     @property
@@ -236,8 +272,18 @@ class _Observer(Callback):
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor):
             self._losses.append((float(loss.detach()), _count(batch)))
-        done = (trainer.current_epoch + (batch_idx + 1) / max(1, float(trainer.num_training_batches))) / self._epochs
+        if self._options.max_steps:
+            done = _count_steps(trainer) / self._options.max_steps
+            trainer.should_stop = done >= 1.0
+        else:
+            batches = max(1, float(trainer.num_training_batches))
+            done = (trainer.current_epoch + (batch_idx + 1) / batches) / self._options.epochs
         self._after_step(min(1.0, done))
+
+
+def _count_steps(trainer: Trainer) -> float:
+    """Return the steps so far: with several optimizers the mean of theirs."""
+    return trainer.global_step / max(1, len(trainer.optimizers))
 
 
 def count_examples(data: LightningData) -> int:

@@ -243,7 +243,7 @@ class Driver:
 
     def _assign(self, assigns: Sequence[Assign]) -> None:
         until = self._work.idle.on_assigned(np.array([int(command.client_id) for command in assigns]))
-        sizes = self._behaviours[AttemptKind.TRAIN].first_sizes()
+        sizes = self._behaviours[AttemptKind.TRAIN].first_sizes(assigns[0].key.round)
         tasks, bytes_down = self._planner.plan(assigns, self.now, until, sizes)
         for task, size in zip(tasks, bytes_down.tolist(), strict=True):
             self._statistics.on_assigned(task.key, self.now, size)

@@ -15,6 +15,7 @@ import pytest
 from fedplat import claims, report_validation
 from fedplat.aggregate import QFedAvg, Rule
 from fedplat.model import Parameters
+from fedplat.model.file import FilePart
 from fedplat.rounds.commands import Verdict
 from fedplat.rounds.states import Reason
 
@@ -51,7 +52,9 @@ def test_memory_does_not_grow_with_a_misfit(base: Path, tmp_path: Path, header_b
     tracemalloc.start()
     try:
         with ThreadPoolExecutor(NUM_REPORTS) as pool:
-            checks = [pool.submit(report_validation.validate_file, odd, base, None) for _ in range(NUM_REPORTS)]
+            checks = [
+                pool.submit(report_validation.validate_file, FilePart(odd), base, None) for _ in range(NUM_REPORTS)
+            ]
             answers = {check.result() for check in checks}
         peak = tracemalloc.get_traced_memory()[1]
     finally:
@@ -69,13 +72,13 @@ def test_the_header_of_a_version_is_read_once_while_its_file_stays(
     base, update = tmp_path / "base", tmp_path / "update"
     base.write_bytes(small)
     update.write_bytes(small)
-    assert [report_validation.validate_file(update, base, None) for _ in range(5)] == [math.sqrt(3)] * 5
+    assert [report_validation.validate_file(FilePart(update), base, None) for _ in range(5)] == [math.sqrt(3)] * 5
     assert report_validation.size_limit(base, None) > 2 * len(small)
     assert read.call_count == 1
     new = tmp_path / "new"
     new.write_bytes(other)
     new.replace(base)
-    assert isinstance(report_validation.validate_file(update, base, None), Verdict)
+    assert isinstance(report_validation.validate_file(FilePart(update), base, None), Verdict)
     assert read.call_count == 2
 
 
@@ -104,7 +107,9 @@ def test_bytes_are_validated_as_their_file_is(tmp_path: Path, update: bytes) -> 
     base, file = tmp_path / "base", tmp_path / "update"
     base.write_bytes(Parameters.from_arrays(FITTING).to_bytes())
     file.write_bytes(update)
-    assert report_validation.validate_content(update, base) == report_validation.validate_file(file, base, None)
+    assert report_validation.validate_content(update, base) == report_validation.validate_file(
+        FilePart(file), base, None
+    )
 
 
 @pytest.mark.fault("F46")
@@ -112,7 +117,7 @@ def test_a_header_that_is_far_too_long_is_not_read(base: Path, tmp_path: Path) -
     long = upload(tmp_path / "long", {"weight": 4 * MIB}, 16 * MIB)
     tracemalloc.start()
     try:
-        answer = report_validation.validate_file(long, base, None)
+        answer = report_validation.validate_file(FilePart(long), base, None)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +16,11 @@ from fedplat.admin import AdminClient
 from fedplat.aggregate import Accumulator, Contribution
 from fedplat.client_state import ClientState
 from fedplat.job import parse_job
+from fedplat.job.secure import build_setup
 from fedplat.model import Parameters
+from fedplat.model.turns import Turn
 from fedplat.pytorch.huggingface import HuggingFaceLearner
+from fedplat.secure_aggregation import encoding
 from fedplat_client import Task
 from support import deployment, language, language_client, processes
 from support.clients import at_work
@@ -25,6 +30,7 @@ pytestmark = pytest.mark.slow
 LEARNER = HuggingFaceLearner(model=language.make_adapted)
 START = LEARNER.initial()
 THIRD = (3, "TRAINING")
+CLIP = 5.0
 
 
 def submit(admin: AdminClient, folder: Path) -> str:
@@ -83,6 +89,67 @@ def test_a_silo_and_the_server_are_killed_and_the_adapters_have_the_same_bits(tm
     undisturbed, killed = results
     assert not np.array_equal(undisturbed.buffer, START.buffer)
     np.testing.assert_array_equal(killed.buffer, undisturbed.buffer)
+
+
+def make_gpt2() -> Any:
+    """Two layers with factors A [4, 64] and B [192, 4] of attn.c_attn."""
+    return language.with_adapters(language.make_gpt2(width=64), ("c_attn",))
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_a_factor_that_rests_is_not_sent(tmp_path: Path, secure: bool) -> None:
+    """RoLoRA: B is sent in odd rounds, A in even ones, also under masks, and the factor that rests keeps its bits."""
+    learner, folder = HuggingFaceLearner(model=make_gpt2), tmp_path / "turns"
+    folder.mkdir()
+    start = learner.initial()
+    config = {"max_steps": 2, "alternate": "*lora_B*, *lora_A*", "base_sha256": learner.base_sha256()}
+    text = write_job(
+        "turns",
+        population="turns",
+        trainer="chat",
+        rounds=3,
+        selection={"goal": 3, "min_fraction": 1.0},
+        deadlines={"heartbeat_s": 0.2},
+        config=config,
+        updates={"clip_norm": CLIP, "outlier_factor": 0.0, "max_weight_factor": 0.0, "max_examples": 1000.0},
+        more="[secure_aggregation]\nbits = 24\n" if secure else "",
+    )
+    versions = [start]
+    with processes.server(tmp_path / "server") as server:
+        silos = [
+            language_client.make_silo(server.ticket("turns"), folder / str(number), number, model=make_gpt2)
+            for number in range(3)
+        ]
+        with at_work(silos), server.admin() as admin:
+            job = deployment.submit_file(admin, folder, text, start)
+            deployment.completed(admin, job)
+            for number in (1, 2, 3):
+                sizes = {each.update_bytes for each in admin.iter_assignments(job=job, round_=number)}
+                sent = 6144 if number % 2 else 2048
+                if secure:
+                    setup = build_setup(parse_job(text), job, number, 1, "", sent // 4)
+                    assert sizes == {encoding.file_bytes(setup)}
+                else:
+                    header = Turn.of(str(config["alternate"]), number).uploaded(start.schema).header
+                    assert sizes == {sent + len(header)}
+                admin.export_model(job, number, folder / f"{number}.safetensors")
+                versions.append(Parameters.open(folder / f"{number}.safetensors"))
+    states = [ClientState() for _ in range(3)]
+    data = [language_client.make_data(silo) for silo in range(3)]
+    trainers = [language_client.make_trainer(lambda task, examples=each: examples, make_gpt2) for each in data]
+    for number, (base, actual) in enumerate(itertools.pairwise(versions), 1):
+        total, weight = np.zeros(base.schema.num_floating), 0.0
+        for trainer, state in zip(trainers, states, strict=True):
+            task = Task(name="chat", parameters=base.copy(), config=config, round=number, client_state=state)
+            result = trainer(task)
+            total += result.num_examples * result.to_update(base).to_vector().astype(float)
+            weight += result.num_examples
+        expected = base.plus((total / weight).astype(np.float32))
+        for name in base:
+            rests = ("lora_A" in name) == (number % 2 == 1)
+            assert np.array_equal(base[name], actual[name]) == rests
+            error = np.abs(actual[name] - expected[name]).max()
+            assert error <= (3 * CLIP / 2**23 * 1000.0 / weight if secure else 1e-6)
 
 
 def test_products_of_adapters_are_aggregated_exactly(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from fedplat.config.label_expressions import compile_expression
 from fedplat.errors import FedplatError
 from fedplat.job import parse_job
 from fedplat.model import Parameters, VectorBlocks
+from fedplat.model.file import FilePart
 from fedplat.wire.auth import Ticket
 from fedplat.wire.v1 import model_pb2
 from fedplat_client.backoff import draw_s
@@ -64,7 +65,7 @@ def update(data: bytes) -> None:
     if not base.exists():
         base.write_bytes(BASE.to_bytes())
     path.write_bytes(data)
-    if isinstance(report_validation.validate_file(path, base, None), float):
+    if isinstance(report_validation.validate_file(FilePart(path), base, None), float):
         taken = Parameters.from_bytes(data)
         assert taken.schema == BASE.schema
         assert np.isfinite(taken.to_vector()).all()
@@ -77,7 +78,7 @@ def encoded_update(data: bytes) -> None:
         base.write_bytes(CARRYING.to_bytes())
     path.write_bytes(data)
     for options in OPTIONS:
-        if isinstance(report_validation.validate_file(path, base, options), float):
+        if isinstance(report_validation.validate_file(FilePart(path), base, options), float):
             taken = open_update(path, CARRYING, options)
             assert len(data) <= report_validation.size_limit(base, options)
             assert sum(block.size for block in taken.to_blocks()) == CARRYING.schema.num_floating

@@ -24,6 +24,7 @@ from fedplat.aggregate import Partial, Rule, State, Wrapper, clipping
 from fedplat.aggregate.clipping import Release
 from fedplat.job import JobSpec, parse_job
 from fedplat.model import Parameters, Vector
+from fedplat.model.file import FilePart
 from fedplat.privacy import Noise
 from fedplat.rounds import JobState, Verdict
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
@@ -180,7 +181,7 @@ async def test_what_is_no_number_is_rejected_and_costs_nothing(folder: Path) -> 
             update["half"][0, 0] = value
             path = running.receive(f"{value}", update, 1.0)
             base = running.blobs.path(running.first.digest)
-            assert report_validation.validate_file(path, base, None) == Verdict(Reason.REJECTED_NONFINITE)
+            assert report_validation.validate_file(FilePart(path), base, None) == Verdict(Reason.REJECTED_NONFINITE)
             # And had it come that far, nothing would have been released.
             assert isinstance(await released(running, f"{value}"), AggregationFailed)
         ended = await released(running)

@@ -12,6 +12,7 @@ import pytest
 
 from fedplat import report_validation
 from fedplat.model import BLOCK, Parameters
+from fedplat.model.file import FilePart
 from fedplat.model.running_norm import RunningNorm
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat_server.errors import UploadError
@@ -58,13 +59,13 @@ def find(spool: Spool, base: Path) -> object:
     path = spool.complete(KEY, DIGEST)
     assert path is not None
     with mock.patch.object(report_validation, "ModelFile", side_effect=AssertionError("the update is read again")):
-        return report_validation.validate_file(path, base, None, spool.find_norm(KEY, DIGEST))
+        return report_validation.validate_file(FilePart(path), base, None, spool.find_norm(KEY, DIGEST))
 
 
 @pytest.mark.parametrize("life", ["one", "several"])
 def test_an_upload_that_broke_is_measured(base: Path, tmp_path: Path, life: str) -> None:
     """Also by a restarted server, which measures what is stored while it hashes it."""
-    expected = report_validation.validate_file(base, base, None)
+    expected = report_validation.validate_file(FilePart(base), base, None)
     spool = reopen(tmp_path)
     for end in (100, 101, 4 * BLOCK + 13, 8 * BLOCK - 2, len(DATA)):
         send(spool, base, end)
@@ -78,7 +79,7 @@ def test_an_upload_that_began_again_is_measured_anew(base: Path, tmp_path: Path)
     with pytest.raises(UploadError, match="resume at 0"):
         send(spool, base, len(DATA), DATA[:-4] + b"\0\0\xc0\x7f")
     send(spool, base, len(DATA))
-    assert find(spool, base) == report_validation.validate_file(base, base, None)
+    assert find(spool, base) == report_validation.validate_file(FilePart(base), base, None)
 
 
 def test_another_writer_goes_on_where_the_first_one_was(base: Path, tmp_path: Path) -> None:
@@ -86,16 +87,16 @@ def test_another_writer_goes_on_where_the_first_one_was(base: Path, tmp_path: Pa
     first = spool.open(KEY, DIGEST, len(DATA), 0, norm=RunningNorm(MODEL.schema))
     first.write(DATA[:half])
     send(spool, base, len(DATA))  # the first one was not closed
-    assert find(spool, base) == report_validation.validate_file(base, base, None)
+    assert find(spool, base) == report_validation.validate_file(FilePart(base), base, None)
 
 
 def test_an_update_that_was_measured_for_another_schema_is_read(base: Path, tmp_path: Path) -> None:
     spool, other = reopen(tmp_path), tmp_path / "other"
     other.write_bytes(Parameters.from_arrays({"other": np.ones(2 * BLOCK + 9, np.float32)}).to_bytes())
     send(spool, other, len(DATA))
-    path, expected = spool.complete(KEY, DIGEST), report_validation.validate_file(base, base, None)
+    path, expected = spool.complete(KEY, DIGEST), report_validation.validate_file(FilePart(base), base, None)
     assert path is not None
-    assert report_validation.validate_file(path, base, None, spool.find_norm(KEY, DIGEST)) == expected
+    assert report_validation.validate_file(FilePart(path), base, None, spool.find_norm(KEY, DIGEST)) == expected
 
 
 async def test_a_report_is_answered_without_a_second_pass(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from fedplat_client import Client, Task
 from fedplat_client.trainers.huggingface import HuggingFaceTrainer
@@ -17,7 +18,13 @@ from support import language
 ARGUMENTS = {"learning_rate": 1e-2, "per_device_train_batch_size": 4, "lr_scheduler_type": "cosine"}
 
 
-def make_silo(ticket: str, data_dir: Path, number: int, mark: Path | None = None) -> Client:
+def make_silo(
+    ticket: str,
+    data_dir: Path,
+    number: int,
+    mark: Path | None = None,
+    model: Callable[[], Any] = language.make_adapted,
+) -> Client:
     """A silo with 24 examples, or 8 more for each further number."""
 
     def data(task: Task) -> language.Text:
@@ -27,7 +34,7 @@ def make_silo(ticket: str, data_dir: Path, number: int, mark: Path | None = None
         return make_data(number)
 
     client = Client.from_ticket(ticket, data_dir=data_dir)
-    client.add_trainer("chat", make_trainer(data))
+    client.add_trainer("chat", make_trainer(data, model))
     return client
 
 
@@ -36,8 +43,10 @@ def make_data(number: int) -> language.Text:
     return language.Text(24 + 8 * number, seed=number)
 
 
-def make_trainer(data: Callable[[Task], language.Text]) -> HuggingFaceTrainer:
-    return HuggingFaceTrainer(model=language.make_adapted, data=data, arguments=ARGUMENTS)
+def make_trainer(
+    data: Callable[[Task], language.Text], model: Callable[[], Any] = language.make_adapted
+) -> HuggingFaceTrainer:
+    return HuggingFaceTrainer(model=model, data=data, arguments=ARGUMENTS)
 
 
 if __name__ == "__main__":

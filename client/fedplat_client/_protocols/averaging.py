@@ -52,14 +52,16 @@ def _compute(work: AssignedWork) -> tuple[fleet_pb2.ReportRequest, Outgoing, Cli
 def _encode(work: AssignedWork, trained: Trained[TrainResult]) -> Outgoing:
     """Return what to send: the update, encoded if the job has a codec, else computed while it is sent if possible."""
     control, result, base = work.control, trained.result, trained.base
+    turn = training.read_turn(work.assignment)
     codec = training.read_codec(work.assignment, work.parts.trainers.plugins)
     if codec is None:
-        if work.assignment.digest_last and base.schema.file_size_bytes > work.options.inline_limit_bytes:
+        is_large = base.schema.file_size_bytes > work.options.inline_limit_bytes
+        if work.assignment.digest_last and is_large and not turn.groups:
             difference = training.fit_model(control, lambda: result.to_difference(base))
             if difference is not None:
                 uses_blake3 = work.assignment.blake3 and digests.has_blake3()
                 return StreamedUpdate(difference, digests.BLAKE3 if uses_blake3 else "")
-        return Content(training.fit_model(control, lambda: result.to_pieces(base)))
+        return Content(training.fit_model(control, lambda: turn.leave_out(result.to_update(base)).pieces))
     update = training.fit_model(control, lambda: result.to_update(base))
     seed = work.options.rng.getrandbits(128)
     with training.guard(control, "the trainer's result cannot be encoded"):

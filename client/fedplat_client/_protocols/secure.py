@@ -17,6 +17,7 @@ import numpy.typing as npt
 from fedplat.client_state import ClientState
 from fedplat.errors import SecureAggregationError
 from fedplat.model import Parameters
+from fedplat.model.turns import Turn
 from fedplat.secure_aggregation import encoding
 from fedplat.secure_aggregation.participant import Participant
 from fedplat.secure_aggregation.setup import Setup, digest_task
@@ -40,21 +41,27 @@ class SecureExchange:
     """
 
     def __init__(
-        self, setup: Setup, participant: Participant, served: ServedAttempts, calls: heartbeat.StepCalls
+        self,
+        setup: Setup,
+        participant: Participant,
+        served: ServedAttempts,
+        calls: heartbeat.StepCalls,
+        turn: Turn,
     ) -> None:
         self._setup = setup
+        self.turn = turn
         self._participant = participant
         self._served = served
         self._calls = calls
         self._vector: Vector | None = None
 
     def check_model(self, model: Parameters) -> None:
-        """Check that the setup is for a model of this size, before the training."""
-        size, expected = self._setup.encoding.size, model.schema.num_floating
+        """Check that the setup is for the update of this model, before the training."""
+        size, expected = self._setup.encoding.size, self.turn.uploaded(model.schema).num_floating
         if size != expected:
             raise heartbeat.AssignmentFailedError(
                 model_pb2.REASON_UNSAFE_AGGREGATION,
-                f"the secure aggregation is for {size} entries; the model has {expected} floating-point entries",
+                f"the secure aggregation is for {size} entries; the update has {expected} floating-point entries",
             )
 
     def encode(self, update: Parameters, result: TrainResult) -> None:
@@ -137,7 +144,8 @@ def train(work: AssignedWork) -> heartbeat.CheckInResult:
 def _encode(work: AssignedWork, exchange: SecureExchange) -> ClientState:
     """Run the trainer. The exchange has the update then, and the copies of the model are freed when this returns."""
     trained = work.run(work.parts.trainers.find_trainer(work.assignment.trainer), "train", exchange.check_model)
-    update = training.fit_model(work.control, lambda: trained.result.to_update(trained.base))
+    turn = exchange.turn
+    update = training.fit_model(work.control, lambda: turn.leave_out(trained.result.to_update(trained.base)))
     exchange.encode(update, trained.result)
     return trained.client_state
 
@@ -156,7 +164,7 @@ def _open_exchange(work: AssignedWork) -> SecureExchange:
         participant = Participant(setup, key.public, key.sign, options.secure_limits(key.public))
     _require_first(setup, parts.served.is_new)
     calls = heartbeat.StepCalls(parts.connection, assignment.token, work.control)
-    return SecureExchange(setup, participant, parts.served, calls)
+    return SecureExchange(setup, participant, parts.served, calls, training.read_turn(assignment))
 
 
 def _require_first(setup: Setup, is_first: Callable[[str, int, int], bool]) -> None:

@@ -19,6 +19,7 @@ from fedplat.codecs.container import Format, options_from_text
 from fedplat.config import user_code
 from fedplat.config.plugins import BUILTIN, Plugins
 from fedplat.model import Parameters, Values
+from fedplat.model.turns import Turn
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client._state.privacy_ledger import PrivacyLedger
 from fedplat_client._state.two_phase import ClientStateStore, Residuals, SentReport, WasMerged
@@ -155,6 +156,12 @@ def read_config(assignment: fleet_pb2.Assignment) -> dict[str, Scalar]:
 def _scalar(value: model_pb2.Value) -> Scalar:
     kind = value.WhichOneof("kind")
     return getattr(value, kind) if kind else ""
+
+
+def read_turn(assignment: fleet_pb2.Assignment) -> Turn:
+    """Return which tensors the update of an assignment leaves out, since they rest in its round."""
+    alternate = read_config(assignment).get("alternate") if assignment.leaves_out_resting else None
+    return Turn.of(alternate, assignment.round) if isinstance(alternate, str) else Turn()
 
 
 def read_codec(assignment: fleet_pb2.Assignment, plugins: Plugins) -> codecs.CodecOptions | None:

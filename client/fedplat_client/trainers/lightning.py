@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
 
 from fedplat import errors, extras
 from fedplat_client.task import EvaluateResult, Task, TrainResult
@@ -19,6 +19,8 @@ except errors.MissingExtraError as exc:
     ) from exc
 from lightning.pytorch import LightningModule
 
+from fedplat.pytorch.training.tokenizers import check_tokenizer
+
 OwnData: TypeAlias = LightningData | Callable[[Task], LightningData]
 
 
@@ -32,9 +34,10 @@ class LightningTrainer:
     client.add_evaluator("digits", trainer.evaluate)
     ```
 
-    Lightning's own `Trainer` runs `config["epochs"]` epochs from the received weights. The module finds the job's
-    configuration in its attribute `job_config`, in `configure_optimizers` for instance. Equal seeds, data and tasks
-    give equal bits on one CPU, if `data` is a dataset or arrays; a loader and a data module have their own order.
+    Lightning's own `Trainer` runs `config["epochs"]` epochs, or `config["max_steps"]` steps, from the received weights.
+    The module finds the job's configuration in its attribute `job_config`, in `configure_optimizers` for instance.
+    Equal seeds, data and tasks give equal bits on one CPU, if `data` is a dataset or arrays; a loader and a data module
+    have their own order.
     """
 
     module: Callable[[], LightningModule]
@@ -44,28 +47,35 @@ class LightningTrainer:
     device: str = "auto"
     """Lightning's `accelerator`: "auto", "cpu", "gpu" and so on; one device."""
     share: Literal["all", "trained"] = "all"
-    """With "trained" the model has only what training changes, and jobs state the base, see `TorchTrainer`."""
+    """With "trained" the model has only what training changes, and jobs state the base, see `TorchTrainer`. The module
+    is then made once for all tasks."""
+    tokenizer: Any = None
+    """The tokenizer of the data, whose digest (`tokenizer_sha256`) jobs then state in their `[config]`."""
     seed: Seed = 0
     """Seeds all randomness; or a function of the task that returns the seed of its training."""
+    _learner: LightningLearner = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_learner", LightningLearner(self.module, self.device, self.share))
 
     def __call__(self, task: Task) -> TrainResult:
-        """Train for `config["epochs"]` epochs."""
-        learner, data = self._make_learner(task), self._data(task)
+        """Train for `config["max_steps"]` steps or `config["epochs"]` epochs."""
+        learner, data = self._check(task), self._data(task)
         count = count_examples(data)
         metrics = train(learner, task, data, self.seed, seeds_itself=True, after_step=task.progress)
         return TrainResult(parameters=task.parameters, num_examples=count, metrics=metrics)
 
     def evaluate(self, task: Task) -> EvaluateResult:
         """Return what the module's `validation_step` logs, without training."""
-        learner, data = self._make_learner(task), self._data(task)
+        learner, data = self._check(task), self._data(task)
         metrics = learner.evaluate(task.parameters, data, task.config)
         return EvaluateResult(num_examples=count_examples(data), metrics=metrics)
 
-    def _make_learner(self, task: Task) -> LightningLearner:
-        """Return the learner. Raises `ModelError` if the job does not state the base of one that has a base."""
-        learner = LightningLearner(self.module, self.device, self.share)
-        learner.require_base(task.config)
-        return learner
+    def _check(self, task: Task) -> LightningLearner:
+        """Return the learner. Raises `ModelError` unless the job states its base, and the tokenizer of its data."""
+        check_tokenizer(self.tokenizer, str(task.config.get("tokenizer_sha256", "")))
+        self._learner.require_base(task.config)
+        return self._learner
 
     def _data(self, task: Task) -> LightningData:
         return self.data(task) if callable(self.data) else self.data

@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from fedplat.pytorch import training
+from fedplat.pytorch.training.tokenizers import check_tokenizer
 from fedplat_client.trainers import dp as private
 from fedplat_client.trainers.pace import StepClock
 from fedplat_client.trainers.strategy import Precision, SingleProcess, TrainingStrategy
@@ -69,6 +70,9 @@ class TorchTrainer:
     """With "trained" the model has only what training changes, such as a head or an adapter. All other tensors are the
     base: they stay here, and a job states their SHA-256 (`base_sha256`) in its `[config]`. The module is then made once
     for all tasks, since a base may take minutes to load."""
+    tokenizer: Any = None
+    """The tokenizer of the data of a language model, whose digest (`fedplat.pytorch.huggingface.tokenizer_sha256`) jobs
+    then state in their `[config]`."""
     metrics: tuple[Metric, ...] = ()
     """Metrics of evaluations, such as `fedplat.metrics.F1()`, besides `loss` and `accuracy`."""
     accuracy: training.Accuracy = "auto"
@@ -88,7 +92,9 @@ class TorchTrainer:
     """The parts of the module for a layout; by default those that a model of Hugging Face names itself."""
     backend: Literal["auto", "mpi"] = "auto"
     """With `parallel`: the library that carries tensors between processes. "auto" is NCCL on GPUs and Gloo on CPUs."""
-    _idle: training.IdleTrainees = field(default_factory=training.IdleTrainees, init=False, repr=False, compare=False)
+    _idle: training.IdleModules[training.Trainee] = field(
+        default_factory=training.IdleModules, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         training.as_dataset(self.data)  # mistakes are reported here, not in the first round
@@ -216,6 +222,7 @@ class TorchTrainer:
     ) -> Generator[tuple[training.Trainee, training.Examples]]:
         """Give the block a module that no other task uses, and the examples."""
         base_sha256 = str(task.config.get("base_sha256", ""))
+        check_tokenizer(self.tokenizer, str(task.config.get("tokenizer_sha256", "")))
         with ExitStack() as borrowed:
 
             def make() -> tuple[training.Trainee, training.Examples]:

@@ -10,7 +10,7 @@ from fedplat.pytorch.huggingface.causal_lm import causal_lm
 from fedplat.pytorch.huggingface.data import ArrayExamples, Collator, Dataset, MakeExample, make_causal_example
 from fedplat.pytorch.huggingface.learner import HuggingFaceLearner, MakeTrainer
 from fedplat.pytorch.huggingface.run import AfterStep, HuggingFaceConfig
-from fedplat.pytorch.huggingface.tokenizers import tokenizer_sha256
+from fedplat.pytorch.training.tokenizers import tokenizer_sha256
 
 __all__ = [
     "AfterStep",

@@ -36,7 +36,7 @@ from fedplat.pytorch.huggingface.run import (
     transformers,
 )
 from fedplat.pytorch.huggingface.scores import LabelScores
-from fedplat.pytorch.huggingface.tokenizers import check_tokenizer
+from fedplat.pytorch.training.tokenizers import check_tokenizer
 
 MakeTrainer: TypeAlias = Callable[[Any, Any, Any, list[Any]], Any]
 """Returns a Trainer for a model, `TrainingArguments`, a dataset and callbacks."""
@@ -79,7 +79,9 @@ class HuggingFaceLearner:
     their labels. The rows may also be numbers of examples that are elsewhere."""
     tokenizer: Any = None
     """Its digest has to be that of the job's `[config]`, if there is a tokenizer."""
-    _idle: training.IdleTrainees = field(default_factory=training.IdleTrainees, init=False, repr=False, compare=False)
+    _idle: training.IdleModules[training.Trainee] = field(
+        default_factory=training.IdleModules, init=False, repr=False, compare=False
+    )
 
     @property
     def _learner(self) -> training.Learner:

@@ -22,7 +22,7 @@ from fedplat.pytorch.training.examples import (
 )
 from fedplat.pytorch.training.frozen_base import FrozenBase, check_base, explain_missing_base
 from fedplat.pytorch.training.gradients import GradientComputation, LocalTraining, SingleProcessGradients
-from fedplat.pytorch.training.idle_trainees import IdleTrainees
+from fedplat.pytorch.training.idle_modules import IdleModules
 from fedplat.pytorch.training.learner import (
     BATCH_NORM,
     Learner,
@@ -45,7 +45,7 @@ __all__ = [
     "Examples",
     "FrozenBase",
     "GradientComputation",
-    "IdleTrainees",
+    "IdleModules",
     "Indices",
     "Learner",
     "LocalOptions",

@@ -20,6 +20,7 @@ from fedplat.client_state import ClientState
 from fedplat.config.plugins import adopt
 from fedplat.metrics import Metric
 from fedplat.model import SERVER, Parameters
+from fedplat.model.turns import Turn
 from fedplat.pytorch import convert as backend
 from fedplat.pytorch.training.examples import Examples, Indices, iterate_batches
 from fedplat.pytorch.training.frozen_base import BATCH_NORMS, FrozenBase, changing_tensors
@@ -253,16 +254,14 @@ class Trainee:
         keep their values, and tensors of no group are trained in each round. Raises `ModelError` for a group without
         trained tensors.
         """
-        patterns, trained = local_options.split_groups(alternate), self.parameters()
-        groups = [[name for name in trained if fnmatch.fnmatchcase(name, pattern)] for pattern in patterns]
-        for pattern, group in zip(patterns, groups, strict=True):
-            if not group:
+        turn, trained = Turn.of(alternate, round_number), self.parameters()
+        for group in turn.groups:
+            if not any(fnmatch.fnmatchcase(name, group) for name in trained):
                 raise errors.ModelError(
-                    f'config.alternate = "{alternate}": {pattern!r} matches none of the trained tensors: '
+                    f'config.alternate = "{alternate}": {group!r} matches none of the trained tensors: '
                     f"{', '.join(list(trained)[:20])}"
                 )
-        turn = groups[(round_number - 1) % len(groups)] if groups else []
-        resting = [trained[name] for group in groups for name in group if name not in turn]
+        resting = [trained[name] for name in turn.list_resting(trained)]
         for parameter in resting:
             parameter.requires_grad_(False)
         try:

@@ -72,10 +72,13 @@ class TrainingModel(Protocol):
         """Compute the version of an attempt."""
         ...
 
-    @property
-    def num_entries(self) -> int:
-        """The number of floating-point entries of the model, of a job with secure aggregation."""
-        raise AssertionError
+    def update_bytes(self, round: int) -> float:
+        """Return the size of an update in a round."""
+        return self.sizes.update
+
+    def num_entries(self, round: int) -> int:
+        """Return the number of floating-point entries of an update in a round, of a job with secure aggregation."""
+        raise AssertionError(round)
 
     def begin_step(self, attempt: Attempt) -> None:
         """Give clients what they need for the phase of a secure aggregation that an attempt has begun."""
@@ -139,9 +142,8 @@ class NoTraining(TrainingModel):
         num_examples = 1.0 if self._is_secure and task.trains else task.examples
         return UpdateReported(task.key, task.client_id, "update", num_examples, update_bytes=update_bytes)
 
-    @property
     @override
-    def num_entries(self) -> int:
+    def num_entries(self, round: int) -> int:
         return count_entries(self._sizes.model)
 
     @override

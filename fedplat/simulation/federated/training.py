@@ -14,6 +14,7 @@ from fedplat.codecs.container import Format
 from fedplat.config import plugins, user_code
 from fedplat.job import JobSpec, build_rule
 from fedplat.model import Parameters, Values, Vector
+from fedplat.model.turns import spread
 from fedplat.rounds import Assignment, AssignmentId, Attempt, AttemptKey, JobState, ModelVersion, Verdict, influence
 from fedplat.rounds.commands import Commit, Fold, Restart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated, UpdateRejected, UpdateReported
@@ -79,7 +80,7 @@ class RealTraining(TrainingModel):
         self._models = BaseModels(engine)
         self._masked: MaskedUpdates | None = None
         if protocol is not None:
-            self._masked = MaskedUpdates(spec, initial.schema.num_floating, seed, protocol)
+            self._masked = MaskedUpdates(spec, initial.schema, seed, protocol)
         self._sizes = self._first_sizes(initial)
         rule, _ = self._build_rule(AttemptKey(spec.name, 0, 0))
         self._state: State = rule.init(initial.schema.num_floating)
@@ -91,10 +92,16 @@ class RealTraining(TrainingModel):
     def sizes(self) -> Sizes:
         return self._sizes
 
-    @property
     @override
-    def num_entries(self) -> int:
-        return self.model.schema.num_floating
+    def update_bytes(self, round: int) -> float:
+        if self._masked is not None:
+            return float(self._masked.file_bytes(round))
+        turn = self._spec.turn(round)
+        return float(turn.uploaded(self.model.schema).file_size_bytes) if turn.groups else self._sizes.update
+
+    @override
+    def num_entries(self, round: int) -> int:
+        return self._spec.turn(round).uploaded(self.model.schema).num_floating
 
     @override
     def begin_step(self, attempt: Attempt) -> None:
@@ -145,10 +152,12 @@ class RealTraining(TrainingModel):
         if self._masked is not None:
             self._received[task.id] = _Update(_NOTHING, task.client_task, None)
             return self._masked.report(task, trained)
-        values, residual, size = self._encode(task, trained.update)
+        update = self._spec.turn(task.key.round).leave_out(trained.update)
+        values, residual, size = self._encode(task, update)
         norm = report_validation.measure_norm(values.to_blocks())
         if isinstance(norm, Verdict):
             return _reject(task, norm)
+        values = spread(values, self.model.schema.uploaded) if update is not trained.update else values
         self._received[task.id] = _Update(values, task.client_task, residual)
         digest = f"update {task.client} {task.number}"
         return UpdateReported(task.key, task.client_id, digest, trained.num_examples, trained.metrics, size, norm)
@@ -304,7 +313,7 @@ class RealTraining(TrainingModel):
     def _first_sizes(self, initial: Parameters) -> Sizes:
         size, sent = float(initial.schema.file_size_bytes), float(initial.schema.uploaded.file_size_bytes)
         if self._masked is not None:
-            return Sizes(size, float(self._masked.file_bytes))
+            return Sizes(size, float(self._masked.file_bytes(1)))
         return Sizes(size, float(self._format.max_bytes) if self._format is not None else sent)
 
     def _free(self, update: _Update) -> None:
@@ -330,7 +339,7 @@ class RealTraining(TrainingModel):
         # The noise follows from the run's seed, so that runs are repeatable: a simulation protects no one's data.
         entropy = np.random.SeedSequence([self._seed, _NOISE, key.round, key.number])
         noise = privacy.Noise(entropy.generate_state(privacy.KEY_BYTES // 8, np.uint64).tobytes())
-        return build_rule(self._spec, seed, noise, payloads.append), payloads
+        return build_rule(self._spec, seed, noise, payloads.append, key.round), payloads
 
     def _encode(self, task: DeviceAssignment, update: Parameters) -> tuple[Values, Vector | None, int]:
         """Return the update as the server receives it, the codec's residual, and the number of bytes sent."""

@@ -78,9 +78,10 @@ class ClientBehaviour:
     def __init__(self, work: ClientWork) -> None:
         self.work = work
 
-    def first_sizes(self) -> Sizes:
+    def first_sizes(self, round: int) -> Sizes:
         """Return the sizes of the transfers up to a client's first message after its training."""
-        return self.work.training.sizes
+        training = self.work.training
+        return training.sizes._replace(update=training.update_bytes(round))
 
     def begin(self, tasks: Sequence[DeviceAssignment]) -> None:
         """Begin new assignments, which clients have got now."""

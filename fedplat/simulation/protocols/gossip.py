@@ -83,7 +83,7 @@ class SiloBehaviour(ClientBehaviour):
     # --- an assignment ---------------------------------------------------------------------------------------
 
     @override
-    def first_sizes(self) -> Sizes:
+    def first_sizes(self, round: int) -> Sizes:
         return self._training.sizes._replace(update=0.0)
 
     @override

@@ -39,7 +39,7 @@ class SecureBehaviour(ClientBehaviour):
         self._under_way: dict[int, sums.SecureStep] = {}
 
     @override
-    def first_sizes(self) -> Sizes:
+    def first_sizes(self, round: int) -> Sizes:
         return self.work.training.sizes._replace(update=float(groups.KEYS_BYTES))  # the first message has the keys
 
     @override

@@ -238,10 +238,13 @@ class ReplayLog(TrainingModel):
         self._expected.pop((task.client, task.number), None)
         return _to_report(task, self._take("client", task.client))
 
-    @property
     @override
-    def num_entries(self) -> int:
-        return self._learning.num_entries
+    def update_bytes(self, round: int) -> float:
+        return self._learning.update_bytes(round)
+
+    @override
+    def num_entries(self, round: int) -> int:
+        return self._learning.num_entries(round)
 
     @override
     def begin_step(self, attempt: Attempt) -> None:

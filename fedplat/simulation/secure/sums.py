@@ -16,6 +16,7 @@ import numpy as np
 from fedplat import aggregate, errors, model, wire
 from fedplat.job import JobSpec
 from fedplat.job.secure import build_setup, mean_update, require_secure
+from fedplat.model.turns import Turn, spread_vector
 from fedplat.model.values import VectorValues
 from fedplat.rounds import AssignmentId, Attempt, AttemptKey, JobState
 from fedplat.rounds.events import UpdateRejected, UpdateReported
@@ -39,23 +40,22 @@ def setup_of(spec: JobSpec, key: AttemptKey, base_version: int, size: int) -> Se
 
 
 class MaskedUpdates:
-    """The open secure aggregations of a job whose model has `size` floating-point entries.
+    """The open secure aggregations of a job with updates of the model of `schema`.
 
     The secrets of clients, and the draws with which they round their updates and add their noise, follow from the seed:
     a simulation protects no one's data, and is repeatable.
     """
 
-    def __init__(self, spec: JobSpec, size: int, seed: int, protocol: SecureProtocol) -> None:
-        self._spec, self._size, self._seed, self._protocol = spec, size, seed, protocol
+    def __init__(self, spec: JobSpec, schema: model.Schema, seed: int, protocol: SecureProtocol) -> None:
+        self._spec, self._schema, self._seed, self._protocol = spec, schema, seed, protocol
         self._groups: list[MaskedGroup] = []
         self._places: dict[str, tuple[int, int]] = {}
         self._received: dict[AssignmentId, Masked] = {}
         self._sums: dict[AttemptKey, dict[int, Masked]] = {}
 
-    @property
-    def file_bytes(self) -> int:
-        """The size of a masked update; the same in all attempts."""
-        return encoding.file_bytes(setup_of(self._spec, AttemptKey(self._spec.name, 1, 1), 0, self._size))
+    def file_bytes(self, round: int) -> int:
+        """Return the size of a masked update; the same in all attempts at a round."""
+        return encoding.file_bytes(self._setup_of(AttemptKey(self._spec.name, round, 1), 0))
 
     def begin_step(self, attempt: Attempt) -> None:
         """Give clients what they need for the phase that an attempt has begun."""
@@ -70,7 +70,7 @@ class MaskedUpdates:
         """Return the message of a client in its phase."""
         if task.phase is AttemptPhase.ADVERTISING:
             random = self._random(_SECRETS, task)
-            return self._protocol.advertise(task.id, setup_of(self._spec, task.key, task.version, self._size), random)
+            return self._protocol.advertise(task.id, self._setup_of(task.key, task.version), random)
         number, position = self._places[task.client_id]
         group = self._groups[number]
         if task.phase is AttemptPhase.SHARING:
@@ -80,10 +80,10 @@ class MaskedUpdates:
 
     def report(self, task: DeviceAssignment, trained: LocalUpdate) -> UpdateReported | UpdateRejected:
         """Return the report of an encoded and masked update, which has its weight and its metrics inside."""
-        setup, random = setup_of(self._spec, task.key, task.version, self._size), self._random(_ROUNDING, task)
-        update, num_examples, metrics = trained.update.to_vector(), trained.num_examples, trained.metrics
+        setup, random = self._setup_of(task.key, task.version), self._random(_ROUNDING, task)
+        update = self._turn(task.key).leave_out(trained.update).to_vector()
         try:
-            vector = encoding.encode(setup.encoding, update, num_examples, metrics, random)
+            vector = encoding.encode(setup.encoding, update, trained.num_examples, trained.metrics, random)
         except errors.SecureAggregationError as exc:
             return UpdateRejected(task.key, task.client_id, Reason.REJECTED_NONFINITE, str(exc))
         np.bitwise_and(vector, np.uint32(2**setup.encoding.modulus - 1), out=vector)
@@ -107,12 +107,14 @@ class MaskedUpdates:
         """Give the mean of the updates to the job's rule as the only one of an attempt; returns their sum."""
         assert job.attempt is not None
         decoded = self.decode(job.attempt)
-        accumulator.fold(VectorValues(base, mean_update(self._spec, decoded)), aggregate.Contribution(1.0))
+        uploaded = self._turn(job.attempt.key).uploaded(self._schema)
+        mean = spread_vector(mean_update(self._spec, decoded), uploaded, self._schema)
+        accumulator.fold(VectorValues(base, mean), aggregate.Contribution(1.0))
         return decoded
 
     def decode(self, attempt: Attempt) -> Decoded:
         """Remove the masks from the sums of all groups, and return their total."""
-        setup, sums = setup_of(self._spec, attempt.key, attempt.base_version, self._size), self._sums.pop(attempt.key)
+        setup, sums = self._setup_of(attempt.key, attempt.base_version), self._sums.pop(attempt.key)
         decoded: list[Decoded] = []
         for number, group in enumerate(read_groups(setup.options, attempt)):
             self._protocol.remove_masks(setup, group, sums[number])
@@ -129,6 +131,13 @@ class MaskedUpdates:
         self._sums.pop(key, None)
         for assignment in folded:
             self._protocol.forget(assignment)
+
+    def _turn(self, key: AttemptKey) -> Turn:
+        return self._spec.turn(key.round)
+
+    def _setup_of(self, key: AttemptKey, base_version: int) -> Setup:
+        size = self._turn(key).uploaded(self._schema).num_floating
+        return setup_of(self._spec, key, base_version, size)
 
     def _random(self, purpose: int, task: DeviceAssignment) -> Callable[[int], bytes]:
         return np.random.default_rng(np.random.SeedSequence([self._seed, purpose, task.client, task.number])).bytes
@@ -162,19 +171,19 @@ class SecureStep:
 
 
 class StepPlanner:
-    """Plans the steps of the secure attempts of a job whose model has `size` floating-point entries."""
+    """Plans the steps of the secure attempts of a job whose updates have `count_entries(round)` entries."""
 
-    def __init__(self, spec: JobSpec, fleet: Fleet, size: int, seed: int) -> None:
-        self._spec, self._fleet, self._size, self._seed = spec, fleet, size, seed
+    def __init__(self, spec: JobSpec, fleet: Fleet, count_entries: Callable[[int], int], seed: int) -> None:
+        self._spec, self._fleet, self._count_entries, self._seed = spec, fleet, count_entries, seed
 
     def plan_first(self, task: DeviceAssignment) -> SecureStep:
         """Return the step after the training; it is part of the plan of the assignment."""
-        setup = setup_of(self._spec, task.key, task.version, self._size)
+        setup = self._setup_of(task.key, task.version)
         return SecureStep(task, AttemptPhase.ADVERTISING, groups.advertising_cost(setup), task.report_at)
 
     def plan(self, attempt: Attempt, tasks: Mapping[int, DeviceAssignment], now: float) -> Iterator[SecureStep]:
         """Yield the steps of the clients that take part in the phase that an attempt has begun, if they are online."""
-        setup = setup_of(self._spec, attempt.key, attempt.base_version, self._size)
+        setup = self._setup_of(attempt.key, attempt.base_version)
         for group in read_groups(require_secure(self._spec), attempt):
             costs_of = GroupCosts(setup, group.graph, [each.client_id for each in group.assignments])
             for position, assignment in enumerate(group.assignments):
@@ -191,11 +200,14 @@ class StepPlanner:
 
     def server_s(self, attempt: Attempt) -> float:
         """Return the seconds of the server for the sums of an attempt."""
-        setup = setup_of(self._spec, attempt.key, attempt.base_version, self._size)
+        setup = self._setup_of(attempt.key, attempt.base_version)
         return sum(
             GroupCosts(setup, group.graph, ()).server_s(group.survivors, len(group.confirmed))
             for group in read_groups(require_secure(self._spec), attempt)
         )
+
+    def _setup_of(self, key: AttemptKey, base_version: int) -> Setup:
+        return setup_of(self._spec, key, base_version, self._count_entries(key.round))
 
     def _plan(self, task: DeviceAssignment, phase: AttemptPhase, cost: StepCost, now: float) -> SecureStep:
         fleet, client = self._fleet, task.client

@@ -457,6 +457,7 @@ class Assignment(_message.Message):
     NUM_ROUNDS_FIELD_NUMBER: _builtins.int
     CHECK_IN_WITH_REPORT_FIELD_NUMBER: _builtins.int
     MAX_DOWNLOADS_FIELD_NUMBER: _builtins.int
+    LEAVES_OUT_RESTING_FIELD_NUMBER: _builtins.int
     token: _builtins.str
     """Secret, for this assignment only; all later calls for it send the token."""
     job_id: _builtins.str
@@ -496,6 +497,11 @@ class Assignment(_message.Message):
     max_downloads: _builtins.int
     """The most downloads that the client may have open at a time, so that it may get ranges of a file over several
     connections (DownloadRequest.length). Servers before 0.2 leave this unset: one.
+    """
+    leaves_out_resting: _builtins.bool
+    """Whether the update has only the tensors that take part in the round, by the value "alternate" of the config: the
+    groups take turns, and those that rest are left out (docs/algorithms.md). Servers before 0.2 leave this unset: the
+    update has all tensors.
     """
     @_builtins.property
     def model(self) -> _model_pb2.ModelRef: ...
@@ -537,10 +543,11 @@ class Assignment(_message.Message):
         num_rounds: _builtins.int = ...,
         check_in_with_report: _builtins.bool = ...,
         max_downloads: _builtins.int = ...,
+        leaves_out_resting: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "gossip_setup", b"gossip_setup", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "blake3", b"blake3", "check_in_with_report", b"check_in_with_report", "config", b"config", "delta", b"delta", "digest_last", b"digest_last", "gossip_setup", b"gossip_setup", "heartbeat_s", b"heartbeat_s", "job_id", b"job_id", "job_name", b"job_name", "max_downloads", b"max_downloads", "model", b"model", "model_bytes", b"model_bytes", "num_rounds", b"num_rounds", "round", b"round", "secure_setup", b"secure_setup", "task", b"task", "token", b"token", "traceparent", b"traceparent", "trainer", b"trainer", "training_timeout_s", b"training_timeout_s", "uplink", b"uplink", "upload_timeout_s", b"upload_timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "blake3", b"blake3", "check_in_with_report", b"check_in_with_report", "config", b"config", "delta", b"delta", "digest_last", b"digest_last", "gossip_setup", b"gossip_setup", "heartbeat_s", b"heartbeat_s", "job_id", b"job_id", "job_name", b"job_name", "leaves_out_resting", b"leaves_out_resting", "max_downloads", b"max_downloads", "model", b"model", "model_bytes", b"model_bytes", "num_rounds", b"num_rounds", "round", b"round", "secure_setup", b"secure_setup", "task", b"task", "token", b"token", "traceparent", b"traceparent", "trainer", b"trainer", "training_timeout_s", b"training_timeout_s", "uplink", b"uplink", "upload_timeout_s", b"upload_timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

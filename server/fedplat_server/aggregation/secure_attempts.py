@@ -173,7 +173,8 @@ class SecureAttempts:
             return found
         base = job.latest
         async with self._blobs.local(base.digest) as (path,):
-            size = (await asyncio.to_thread(ModelFile.open, path)).schema.num_floating
+            model = await asyncio.to_thread(ModelFile.open, path)
+        size = job.spec.turn(key.round).uploaded(model.schema).num_floating
         latest = self._attempts.get(key.job_id)
         if latest is not None and latest.key == key:  # another call was faster
             return latest

@@ -48,7 +48,7 @@ class FlowerAppHalf(ServerHalf):
         return lambda part, _: report_validation.validate_message(part.path, array_types)
 
     @override
-    async def running_norm(self, job: JobState) -> None:
+    async def running_norm(self, job: JobState, assignment: Assignment) -> None:
         return None  # the arrays of a reply are those of the app, not of a version
 
     @override

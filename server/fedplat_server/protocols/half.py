@@ -76,7 +76,10 @@ class ServerHalf:
         """Return the fields of an assignment that name what its client runs. Asked for the kind of the assignment."""
         codec = spec.compression.uplink
         uplink = container.options_to_text(codec) if codec is not None else ""
-        return fleet_pb2.Assignment(task=fleet_pb2.TASK_TRAIN, trainer=spec.trainer, uplink=uplink)
+        leaves_out = bool(spec.turn(1).groups)
+        return fleet_pb2.Assignment(
+            task=fleet_pb2.TASK_TRAIN, trainer=spec.trainer, uplink=uplink, leaves_out_resting=leaves_out
+        )
 
     async def set_up(self, job: JobState, key: AttemptKey) -> fleet_pb2.Assignment:
         """Return the fields of an assignment that only this kind of job has."""
@@ -103,15 +106,14 @@ class ServerHalf:
 
     async def validator(self, job: JobState, assignment: Assignment, base: Path) -> Validate:
         """Return the function that validates the file of an update; `base` is that of the job's latest version."""
-        codec = job.spec.compression.uplink
-        return lambda part, running: report_validation.validate_file(
-            part.path, base, codec, running, part.start, part.size_bytes
-        )
+        codec, turn = job.spec.compression.uplink, job.spec.turn(assignment.key.round)
+        return lambda part, running: report_validation.validate_file(part, base, codec, running, turn)
 
-    async def running_norm(self, job: JobState) -> RunningNorm | None:
-        """Return what measures an update of a job while it arrives, so that its report need not read it again."""
+    async def running_norm(self, job: JobState, assignment: Assignment) -> RunningNorm | None:
+        """Return what measures an update while it arrives, so that its report need not read it again."""
         async with self._parts.blobs.local(job.latest.digest) as (base,):
-            return report_validation.running_norm(base, job.spec.compression.uplink)
+            turn = job.spec.turn(assignment.key.round)
+            return report_validation.running_norm(base, job.spec.compression.uplink, turn)
 
     def small_validator(self, job: JobState, base: Path) -> ValidateSmall | None:
         """Return the function that validates an update of a small model; None if only `validator` has one."""

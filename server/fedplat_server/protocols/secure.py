@@ -29,6 +29,7 @@ from fedplat import model, report_validation
 from fedplat.aggregate import Contribution, Rule
 from fedplat.errors import SecureAggregationError
 from fedplat.job.secure import mean_update
+from fedplat.model.turns import spread_vector
 from fedplat.model.values import VectorValues
 from fedplat.rounds import Assignment, Attempt, AttemptKey, JobState, Verdict
 from fedplat.rounds.commands import ACCEPTED
@@ -114,7 +115,7 @@ class SecureHalf(StepsHalf[fleet_pb2.SecureMessage]):
         return lambda part, _: report_validation.validate_masked(part.path, setup)
 
     @override
-    async def running_norm(self, job: JobState) -> None:
+    async def running_norm(self, job: JobState, assignment: Assignment) -> None:
         return None  # masked
 
     @override
@@ -352,4 +353,7 @@ class MaskedAggregation(AggregationBackend):
     def _fold_mean(self, result: Decoded) -> None:
         """Give the mean of all updates to the job's rule, as one update of weight 1."""
         base = model.ModelFile.open(self._inputs.base_path)
-        self._local.fold_values(VectorValues(base, mean_update(self._inputs.spec, result)), Contribution(1.0))
+        spec = self._inputs.spec
+        uploaded = spec.turn(self._inputs.round).uploaded(base.schema)
+        mean = spread_vector(mean_update(spec, result), uploaded, base.schema)
+        self._local.fold_values(VectorValues(base, mean), Contribution(1.0))

@@ -84,7 +84,7 @@ class ReportIntake:
             await self._reject(assignment, refusal)
             raise errors.RefusedError(errors.Code.STALE_ASSIGNMENT, refusal.text)
         limit = await self._check_size(assignment, header.size_bytes)
-        norm = await half.running_norm(job)
+        norm = await half.running_norm(job, assignment)
         size_bytes = min(max(header.size_bytes - header.offset, 0), streams.UPLOAD_BYTES)
         size_bytes += norm.memory_bytes if norm is not None else 0
 

@@ -18,6 +18,7 @@ from fedplat.config.loaded_plugins import PluginReference, select_references
 from fedplat.job import JobSpec, build_rule
 from fedplat.job.tables import ServerStep, WarmStart
 from fedplat.model import ModelFile, Values
+from fedplat.model.turns import spread
 from fedplat.parallel import Parallel
 from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat_server.storage.blobs import BlobStore
@@ -37,7 +38,7 @@ class SpooledUpdate(msgspec.Struct, frozen=True):
 
 
 class AttemptInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """All inputs but the updates. `version` is the number of the version that the attempt produces.
+    """All inputs but the updates. `version` is the number of the version that the attempt at `round` produces.
 
     `base_path` is the file of the previous version, `state_path` that of the rule's state ("": it has no state yet).
     `noise_key` is the key of a private job's noise: a backend that computes the aggregate again draws the same noise.
@@ -47,6 +48,7 @@ class AttemptInputs(msgspec.Struct, frozen=True, kw_only=True):
     spec: JobSpec
     job_id: str
     version: int
+    round: int
     base_path: str
     state_path: str = ""
     noise_key: bytes = b""
@@ -60,6 +62,7 @@ class AttemptInputs(msgspec.Struct, frozen=True, kw_only=True):
             spec=job.spec,
             job_id=job.job_id,
             version=latest.version + 1,
+            round=1 if job.open_attempt is None else job.open_attempt.key.round,
             base_path=os.path.abspath(blobs.path(latest.digest)),
             state_path=os.path.abspath(blobs.path(latest.state_digest)) if latest.state_digest else "",
             # A new key for each attempt: a discarded release reveals nothing about the next one.
@@ -70,7 +73,7 @@ class AttemptInputs(msgspec.Struct, frozen=True, kw_only=True):
     def build_rule(self, keep_step: Callable[[bytes], None] = lambda payload: None) -> aggregate.Rule:
         """Build the job's rule; `keep_step` is called with the encoded step of a job with a downlink."""
         noise = privacy.Noise(self.noise_key) if self.noise_key else None
-        return build_rule(self.spec, aggregate.seed_of(self.job_id, self.version), noise, keep_step)
+        return build_rule(self.spec, aggregate.seed_of(self.job_id, self.version), noise, keep_step, self.round)
 
     def num_sums(self, rule: aggregate.Rule, base: ModelFile) -> int:
         """Return the number of partial sums: one, unless the job splits reports over ranks.
@@ -98,9 +101,10 @@ class AttemptInputs(msgspec.Struct, frozen=True, kw_only=True):
         return aggregate.read_columns(self.state_path, rule, size, shard)
 
     def open_update(self, update: SpooledUpdate, base: ModelFile) -> Values:
-        """Open an update, rebased to this attempt's base if the rule needs that."""
+        """Open an update of all tensors, rebased to this attempt's base if the rule needs that."""
         codec = self.spec.compression.uplink
         values = container.open_update(update.path, base, codec, update.start, update.size_bytes)
+        values = spread(values, base.schema.uploaded) if self.spec.turn(self.round).groups else values
         return aggregate.rebase(values, ModelFile.open(update.origin_path), base) if update.origin_path else values
 
 

@@ -16,6 +16,7 @@ from fedplat.aggregate.factors import SCALING, add_product
 from fedplat.errors import JobFileError, ModelError
 from fedplat.job import parse_job
 from fedplat.model import BLOCK, Parameters, Schema
+from fedplat.model.file import FilePart
 from fedplat.report_validation import size_limit, validate_content, validate_file
 from fedplat.submission_checks import check_initial_model
 from fedplat_client import TrainResult
@@ -127,14 +128,14 @@ def test_clients_upload_no_tensor_of_the_server(tmp_path: Path) -> None:
     for delta in (trained, expected):
         assert TrainResult(delta=delta, num_examples=1).to_update(base).schema == expected.schema
     (sent := tmp_path / "update").write_bytes(expected.to_bytes())
-    assert validate_file(sent, file, None) == validate_content(expected.to_bytes(), file) == pytest.approx(
+    assert validate_file(FilePart(sent), file, None) == validate_content(expected.to_bytes(), file) == pytest.approx(
         np.sqrt(RANK * INPUTS)
     )  # fmt: skip
     assert size_limit(file, None) < 4 * len(expected.to_bytes()) + (1 << 21)
     refused = validate_content(trained.minus(trained).to_bytes()[:-8] + bytes(8), file)
     assert refused == 0.0
     (whole := tmp_path / "whole").write_bytes(trained.to_bytes())
-    assert "is not part of the model" in str(validate_file(whole, file, None))
+    assert "is not part of the model" in str(validate_file(FilePart(whole), file, None))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -16,10 +19,14 @@ from torch import nn
 
 from fedplat.client_state import ClientState
 from fedplat.errors import ModelError
+from fedplat.learner import Round
+from fedplat.model import Parameters
+from fedplat.model.turns import Turn
 from fedplat.pytorch import dp
 from fedplat.pytorch.huggingface import HuggingFaceLearner
 from fedplat.pytorch.training import Learner, LocalOptions, LocalTraining, TensorExamples, Trainee, train
 from fedplat.simulation import Federation, Run, simulate
+from fedplat.simulation.federated.training import training_seed
 from fedplat.simulation.scenario.file import parse
 from support import language
 from support.jobs import write_job
@@ -179,19 +186,30 @@ def test_one_inner_step_of_diloco_is_a_step_on_all_batches(share: str) -> None:
     assert any(np.abs(together[name] - start[name]).max() > 1e-3 for name in start)
 
 
-def simulate_ffa(more: str, rounds: int = 1) -> Run:
+PARTS = np.split(np.arange(24), 4)
+CONFIG = {"max_steps": 2, "learning_rate": 1e-2}
+CLIP = 5.0
+
+
+def simulate_adapters(learner: HuggingFaceLearner, more: str, rounds: int, clip: float = CLIP, **config: Any) -> Run:
     tokens, labels = language.Text(24, seed=4).arrays()
-    parts = np.split(np.arange(24), 4)
-    learner = HuggingFaceLearner(model=make_ffa, arguments={"per_device_train_batch_size": 3})
     text = write_job(
         rounds=rounds,
-        config={"max_steps": 2, "learning_rate": 1e-2},
+        config={**CONFIG, **config},
         selection={"goal": 4, "min_fraction": 1.0, "close": "deadline"},
-        updates={"weighting": "uniform", "clip_norm": 5.0, "outlier_factor": 0.0, "max_weight_factor": 0.0},
+        updates={"weighting": "uniform", "clip_norm": clip, "outlier_factor": 0.0, "max_weight_factor": 0.0},
         more=more + '[simulation]\nsecure_aggregation = "real"\n',
     )
     file = parse(text, Path(), ["simulation.engine=loop"])
-    return simulate(file, data=Federation(tokens, labels, parts, tokens[:0], labels[:0]), learner=learner)
+    return simulate(file, data=Federation(tokens, labels, PARTS, tokens[:0], labels[:0]), learner=learner)
+
+
+def make_learner(make: Callable[[], Any]) -> HuggingFaceLearner:
+    return HuggingFaceLearner(model=make, arguments={"per_device_train_batch_size": 3})
+
+
+def simulate_ffa(more: str, rounds: int = 1) -> Run:
+    return simulate_adapters(make_learner(make_ffa), more, rounds)
 
 
 def test_secure_sums_of_ffa_adapters_are_exact_also_with_noise() -> None:
@@ -200,7 +218,7 @@ def test_secure_sums_of_ffa_adapters_are_exact_also_with_noise() -> None:
     assert plain is not None
     assert secure is not None
     assert np.abs(plain.minus(start).to_vector()).max() > 1e-3
-    step = 2 * 5.0 / (2**24 - 2)  # of a quantized entry
+    step = 2 * CLIP / (2**24 - 2)  # of a quantized entry
     assert np.abs(plain.minus(secure).to_vector()).max() <= step
     private = simulate_ffa(
         "[secure_aggregation]\n"
@@ -211,3 +229,70 @@ def test_secure_sums_of_ffa_adapters_are_exact_also_with_noise() -> None:
     assert private.privacy is not None
     assert len(private.result.rounds) == 2
     assert np.std(private.model.to_vector()) > 0.0
+
+
+PRIVATE_TABLE = (
+    '[privacy]\ntrust = "{}"\nparticipation = "fixed"\nnoise_multiplier = {}\nmax_releases = 2\ndelta = 1e-5\n'
+)
+
+
+def test_a_factor_that_rests_is_neither_sent_nor_moved_in_a_simulation() -> None:
+    """RoLoRA, plain, masked, and with the noise of the clients: the bytes of B, then of A, as the reference says."""
+    learner, alternate = make_learner(make_both), "*lora_B*, *lora_A*"
+    start, states = learner.initial(), [ClientState() for _ in PARTS]
+    sizes = [Turn.of(alternate, number).uploaded(start.schema).file_size_bytes for number in (1, 2)]
+    assert sizes != [start.schema.file_size_bytes] * 2
+    first, second = (simulate_adapters(learner, "", rounds, alternate=alternate) for rounds in (1, 2))
+    assert [each.bytes_up for each in second.result.rounds] == [4.0 * size for size in sizes]
+    assert first.model is not None
+    assert second.model is not None
+    for name in start:
+        assert np.array_equal(start[name], first.model[name]) == ("lora_A" in name)
+        assert np.array_equal(first.model[name], second.model[name]) == ("lora_B" in name)
+    mean = np.mean([update.to_vector() for update in train_all(learner, start, states, alternate=alternate)], axis=0)
+    np.testing.assert_allclose(first.model.minus(start).to_vector(), mean, rtol=0, atol=1e-6)
+    secure = simulate_adapters(learner, "[secure_aggregation]\nbits = 24\n", 2, alternate=alternate).model
+    assert secure is not None
+    assert np.abs(second.model.minus(secure).to_vector()).max() <= 1e-4  # the second round trains from other values
+    table = "[secure_aggregation]\n" + PRIVATE_TABLE.format("none", 1.0)
+    private = simulate_adapters(learner, table, 1, alternate=alternate).model
+    assert private is not None
+    for name in start:
+        assert np.array_equal(start[name], private[name]) == ("lora_A" in name)
+
+
+def train_all(
+    learner: HuggingFaceLearner, start: Parameters, states: Sequence[ClientState], **config: Any
+) -> list[Parameters]:
+    """Return the updates of all clients in the first round of a simulation."""
+    updates: list[Parameters] = []
+    for client, (rows, state) in enumerate(zip(PARTS, states, strict=True)):
+        data, trained = tuple(each[rows] for each in language.Text(24, seed=4).arrays()), start.copy()
+        this = Round(number=1, num_rounds=1, seed=training_seed(0, client, 1), client_state=state)
+        learner.train_round(trained, data, {**CONFIG, **config}, this)
+        updates.append(trained.minus(start))
+    return updates
+
+
+def test_the_server_adds_noise_to_the_clipped_sum_of_adapters() -> None:
+    """Central privacy: (Σ clipped updates + N(0, (z C)²)) / goal (McMahan et al. 2018, arXiv 1710.06963)."""
+    learner, clip = make_learner(make_ffa), 0.02
+    start = learner.initial()
+    updates = [each.to_vector().astype(float) for each in train_all(learner, start, [ClientState() for _ in PARTS])]
+    norms = [np.linalg.norm(each) for each in updates]
+    assert min(norms) > clip  # all are clipped
+    mean = sum(each * clip / norm for each, norm in zip(updates, norms, strict=True)) / 4
+    models = [simulate_adapters(learner, PRIVATE_TABLE.format("server", z), 1, clip) for z in (1e-6, 2.0)]
+    exact, noised = (each.model for each in models)
+    assert exact is not None
+    assert noised is not None
+    np.testing.assert_allclose(exact.minus(start).to_vector(), mean, rtol=0, atol=1e-5 * clip)
+    noise = (noised.minus(start).to_vector() - mean) * 4 / (2.0 * clip)
+    assert abs(noise.mean()) < 4 / noise.size**0.5
+    assert abs(noise.std() - 1) < 4 / (2 * noise.size) ** 0.5
+    cost = models[1].privacy
+    assert cost is not None
+    # The delta of a Gaussian release (Balle and Wang 2018, arXiv 1805.06530, Theorem 8), with μ = 1 / z.
+    cdf, epsilon, mu = NormalDist().cdf, cost.epsilon, 1 / 2.0
+    delta = cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * cdf(-mu / 2 - epsilon / mu)
+    assert (cost.releases, delta) == (1, pytest.approx(1e-5, rel=0.02))

@@ -31,6 +31,7 @@ from fedplat.testing import check_learner
 from fedplat_client import Cancelled, ClientOptions, Task
 from fedplat_client.task import Control
 from fedplat_client.trainers.huggingface import HuggingFaceTrainer
+from fedplat_client.trainers.torch import TorchTrainer
 from support import language
 from support.docs import blocks
 from support.jobs import write_job
@@ -359,10 +360,17 @@ def test_a_silo_with_another_tokenizer_is_refused_before_training() -> None:
         with pytest.raises(ModelError, match=message):
             trainer(make_task(config={"tokenizer_sha256": stated}))
     assert made == []
-    with pytest.raises(ModelError, match=r"this client has not named its tokenizer; expected HuggingFaceTrainer\(tok"):
+    with pytest.raises(ModelError, match=r"this client has not named its tokenizer; expected a trainer with tok"):
         make_trainer()(make_task(config={"tokenizer_sha256": digest}))
     with pytest.raises(ModelError, match="the tokenizer is a dict; expected one of transformers or of the package"):
         make_trainer(tokenizer={})(make_task())
+    own = TorchTrainer(model=lambda: made.append(1), data=(np.ones(2), np.ones(2)), share="trained", tokenizer=one)
+    for stated, message in ((another, "expected the same tokenizer on all"), ("", "expected tokenizer_sha256 in its")):
+        task = make_task(config={"tokenizer_sha256": stated, "learning_rate": 0.1, "epochs": 1, "batch_size": 1})
+        for run in (own, own.evaluate):
+            with pytest.raises(ModelError, match=message):
+                run(task)
+    assert not made
     result = make_trainer(tokenizer=make_tokenizer())(make_task(config={"tokenizer_sha256": digest}))
     assert result.metrics["local_steps"] == 2
 

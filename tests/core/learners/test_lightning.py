@@ -81,22 +81,24 @@ def test_it_keeps_the_contract() -> None:
     check_learner(LightningLearner(Lit), (INPUTS, LABELS), CONFIG)
 
 
-def test_its_steps_have_the_bits_of_the_pytorch_learner() -> None:
+@pytest.mark.parametrize(("budget", "steps"), [({"epochs": 2}, 10), ({"epochs": 1, "max_steps": 7}, 7)])
+def test_its_steps_have_the_bits_of_the_pytorch_learner(budget: dict[str, int], steps: int) -> None:
     """The batches, BatchNorm's short last one among them, and the random numbers of dropout are the same."""
     torch_learner = Learner(model=network)
     learner, start = LightningLearner(Lit), torch_learner.initial(3)
     expected = start.copy()
     trainee = Trainee(torch_learner)
     examples = TensorExamples(torch.from_numpy(INPUTS), torch.from_numpy(LABELS))
-    options = LocalOptions.from_config(CONFIG)
+    config = CONFIG | budget
+    options = LocalOptions.from_config(config)
     scores = train(trainee, expected, LocalTraining(examples=examples, options=options, seed=5))
     found = Parameters.from_arrays({f"net.{name}": values for name, values in start.items()})
-    metrics = learner.train(found, (INPUTS, LABELS), CONFIG, seed=5)
+    metrics = learner.train(found, (INPUTS, LABELS), config, seed=5)
     assert {name: values.tobytes() for name, values in found.items()} == {
         f"net.{name}": values.tobytes() for name, values in expected.items()
     }
     np.testing.assert_allclose(metrics["loss"], scores["loss"], rtol=1e-6)
-    assert metrics["local_steps"] == scores["local_steps"] == 10
+    assert metrics["local_steps"] == scores["local_steps"] == steps
     np.testing.assert_allclose(metrics["accuracy"], scores["accuracy"], rtol=1e-6)
     validated = learner.evaluate(found, (INPUTS, LABELS))
     expected_scores = evaluate(trainee, expected, examples)
@@ -176,6 +178,10 @@ def test_a_loss_that_was_not_measured_is_absent() -> None:
     assert metrics.keys() == {"entropy", "local_steps"}
     assert metrics["entropy"] > 0.0
     assert metrics["local_steps"] == 12.0  # of each optimizer
+    few = CONFIG | {"epochs": 1, "max_steps": 3}
+    assert learner.train(learner.initial(0), (INPUTS, LABELS), few, 0)["local_steps"] == 3.0
+    with pytest.raises(JobFileError, match=r"max_steps = 3: .* expected epochs = 1 with max_steps"):
+        learner.check_config(CONFIG | {"max_steps": 3})
 
 
 class OnABase(Lit):
@@ -202,9 +208,28 @@ def test_only_what_is_trained_is_shared() -> None:
 
 
 def test_a_trainer_takes_only_jobs_that_state_its_base() -> None:
-    trainer = LightningTrainer(module=OnABase, data=(INPUTS, LABELS), device="cpu", share="trained")
+    made: list[OnABase] = []
+
+    def make() -> OnABase:
+        made.append(OnABase())
+        return made[-1]
+
+    trainer = LightningTrainer(module=make, data=(INPUTS, LABELS), device="cpu", share="trained")
     learner = LightningLearner(OnABase, share="trained")
     with pytest.raises(ModelError, match=f"expected base_sha256 in its .*{learner.base_sha256()}"):
         trainer(Task(name="lit", parameters=learner.initial(), config=CONFIG))
     config = CONFIG | {"base_sha256": learner.base_sha256()}
-    assert trainer(Task(name="lit", parameters=learner.initial(), config=config)).num_examples == 41
+    made.clear()
+    results: list[Parameters] = []
+    for _ in range(2):
+        task = Task(name="lit", parameters=learner.initial(), config=config)
+        assert trainer(task).num_examples == 41
+        results.append(task.parameters)
+        assert trainer.evaluate(task).num_examples == 41
+    assert len(made) == 1  # a base may take minutes to load
+    assert results[0] == results[1]
+    fresh = Task(name="lit", parameters=learner.initial(), config=config)
+    LightningTrainer(module=OnABase, data=(INPUTS, LABELS), device="cpu", share="trained")(fresh)
+    assert fresh.parameters == results[0]
+    with pytest.raises(ModelError, match=r"this client has not named its tokenizer; expected a trainer with tokenizer"):
+        trainer(Task(name="lit", parameters=learner.initial(), config=config | {"tokenizer_sha256": "0" * 64}))

@@ -37,8 +37,8 @@ def check_tokenizer(tokenizer: Any, expected: str, *, is_required: bool = True) 
     if tokenizer is None:
         if expected:
             raise ModelError(
-                f'config.tokenizer_sha256 = "{expected}": this client has not named its tokenizer; expected '
-                "HuggingFaceTrainer(tokenizer=...)"
+                f'config.tokenizer_sha256 = "{expected}": this client has not named its tokenizer; expected a trainer '
+                "with tokenizer=..."
             )
         return
     found = tokenizer_sha256(tokenizer)
