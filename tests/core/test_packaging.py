@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from support.projects import CONSTRAINTS, CORE, OURS, PROJECTS, ROOT, SERVER, Project
+from support.projects import CONSTRAINTS, CORE, OURS, PROJECTS, PYTHONS, ROOT, SERVER, Project
 
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
 each_project = pytest.mark.parametrize("project", PROJECTS, ids=lambda project: project.name)
@@ -65,6 +65,25 @@ def test_no_bound_admits_a_version_with_a_known_hole(project: Project) -> None:
             assert lowest >= Version(mended), str(each)
 
 
+def test_only_flower_holds_versions_back() -> None:
+    """The product runs with the current versions of its dependencies; an app of Flower needs an environment of its own.
+
+    Stubs run with protobuf of their own major version and the next one.
+    """
+    stubs = {path.read_text() for path in (ROOT / "fedplat" / "wire" / "v1").glob("*_pb2.py")}
+    generated = {found[1] for text in stubs if (found := re.search(r"^# Protobuf Python Version: (.+)$", text, re.M))}
+    (version,) = map(Version, generated)
+    capped = {
+        each.name: str(each.specifier)
+        for project in PROJECTS
+        for extra, requirements in {"": project.dependencies, **project.extras}.items()
+        for each in requirements
+        if any(bound.operator not in (">=", "!=") for bound in each.specifier) and each.name not in OURS
+        if extra not in ("dev", "docs", "flower")
+    }
+    assert capped == {"protobuf": f"<{version.major + 2},>={version}", "transformers": "<6,>=5.17"}
+
+
 @each_project
 def test_a_distribution_describes_itself(project: Project) -> None:
     readme = (project.folder / project.table["readme"]).read_text()
@@ -72,6 +91,9 @@ def test_a_distribution_describes_itself(project: Project) -> None:
     assert project.table["description"]
     assert project.table["keywords"] == sorted(project.table["keywords"])
     assert "Typing :: Typed" in project.table["classifiers"]
+    found = [re.fullmatch(r"Programming Language :: Python :: (3\.\d+)", each) for each in project.table["classifiers"]]
+    assert tuple(each[1] for each in found if each) == PYTHONS
+    assert project.table["requires-python"] == f">={PYTHONS[0]}"
     assert (project.sources / "py.typed").read_bytes() == b""
 
 

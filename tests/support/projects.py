@@ -14,6 +14,8 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 CONSTRAINTS = ROOT / "constraints.txt"
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+"""The versions of Python that fedplat supports."""
 MAX_LIGHT = 14
 """Maximum number of distributions that `pip install fedplat-client` installs, with fedplat and fedplat-client."""
 
