@@ -79,8 +79,9 @@ compat: $(STAMP) ## this version beside the releases in tests/compat/releases: p
 planted-faults: $(STAMP) ## plant known faults one at a time, and show which test catches each; about 8 CPU-minutes
 	$(BIN)/python tests/planted_faults/run.py
 
-hostile: $(STAMP) ## 100,000 malformed messages to a daemon with honest clients, on SQLite and on PostgreSQL
+hostile: $(STAMP) ## 100,000 malformed messages to a daemon with honest clients, on SQLite and PostgreSQL, and over HTTP/1.1
 	$(BIN)/python tests/hostile/flood.py
+	$(BIN)/python tests/hostile/flood.py --transport http --database sqlite
 
 fuzz: $(STAMP) ## a minute of mutations for every parser of untrusted bytes
 	for target in model update encoded_update codec state job_file labels message fields ticket; do \
