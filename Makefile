@@ -97,8 +97,9 @@ SEEDS ?= 1000
 simulate-faults: $(STAMP) ## servers, clients and faults from SEEDS seeds (1000); prints those that find a bug
 	$(BIN)/python tests/faults/simulate.py --seeds $(SEEDS)
 
-soak-attackers: $(STAMP) ## 100 honest clients and one attacker of each kind for 10 minutes
+soak-attackers: $(STAMP) ## 100 honest clients and one attacker of each kind for 10 minutes, over gRPC and over HTTP/1.1
 	$(BIN)/python tests/faults/soak_attackers.py
+	$(BIN)/python tests/faults/soak_attackers.py --transport http --folder runs/soak-attackers-http
 
 check: check-texts check-types ## format, lint, layers, texts, types
 
