@@ -79,8 +79,9 @@ compat: $(STAMP) ## this version beside the releases in tests/compat/releases: p
 planted-faults: $(STAMP) ## plant known faults one at a time, and show which test catches each; about 8 CPU-minutes
 	$(BIN)/python tests/planted_faults/run.py
 
-hostile: $(STAMP) ## 100,000 malformed messages to a daemon with honest clients, on SQLite and on PostgreSQL
+hostile: $(STAMP) ## 100,000 malformed messages to a daemon with honest clients, on SQLite and PostgreSQL, and over HTTP/1.1
 	$(BIN)/python tests/hostile/flood.py
+	$(BIN)/python tests/hostile/flood.py --transport http --database sqlite
 
 fuzz: $(STAMP) ## a minute of mutations for every parser of untrusted bytes
 	for target in model update encoded_update codec state job_file labels message fields ticket; do \
@@ -96,8 +97,9 @@ SEEDS ?= 1000
 simulate-faults: $(STAMP) ## servers, clients and faults from SEEDS seeds (1000); prints those that find a bug
 	$(BIN)/python tests/faults/simulate.py --seeds $(SEEDS)
 
-soak-attackers: $(STAMP) ## 100 honest clients and one attacker of each kind for 10 minutes
+soak-attackers: $(STAMP) ## 100 honest clients and one attacker of each kind for 10 minutes, over gRPC and over HTTP/1.1
 	$(BIN)/python tests/faults/soak_attackers.py
+	$(BIN)/python tests/faults/soak_attackers.py --transport http --folder runs/soak-attackers-http
 
 check: check-texts check-types ## format, lint, layers, texts, types
 

@@ -6,7 +6,6 @@ A line names the direction. The answer is one line of JSON with the seconds and 
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import os
 import socket
@@ -32,6 +31,7 @@ from fedplat_client._state.data_dir import DataDirectory
 from fedplat_client._state.model_cache import ModelCache
 from fedplat_client._work import content, transfer
 from fedplat_client.cancellation import StopSignal
+from fedplat_client.link import ServerLink
 from fedplat_client.task import Control
 
 DOWN, UP = "/raw/Down", "/raw/Up"
@@ -149,14 +149,13 @@ def fedplat_client(ticket: str, folder: str) -> None:
     directory = DataDirectory(Path(folder), asked.server, asked.population)
     with directory.lock():
         known = directory.load_identity(asked)
-        connect = functools.partial(transport.connect, known.server, tls=known.tls, ca=known.ca)
-        access = SignedAccess(connect(), directory.load_signing_key(known), 30.0)
-        connection, stop = Connection(access, 30.0, connect), StopSignal()
+        link = ServerLink(transport.ServerRoute(known.server, known.tls, known.ca))
+        access = SignedAccess(link, directory.load_signing_key(known), 30.0)
+        connection, stop = Connection(access, 30.0, link), StopSignal()
         profile = ClientDescription(
             population=asked.population, labels={}, trainers=["noop"], evaluators=[], ticket=asked
         )
-        route = transport.ServerRoute(known.server, known.tls, known.ca)
-        session = ClientSession(Endpoints(access, connection, route), directory, known, profile, stop)
+        session = ClientSession(Endpoints(access, connection, link), directory, known, profile, stop)
         session.enroll()
         reply = session.check_in(60.0)
         while not reply.HasField("assignment"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import functools
 import logging
@@ -17,7 +18,7 @@ from fedplat.config.loaded_plugins import CLIENT_KINDS, load_plugins
 from fedplat.secure_aggregation import setup
 from fedplat.wire.auth import Ticket
 from fedplat.wire.v1 import fleet_pb2
-from fedplat_client import cancellation, errors, transport
+from fedplat_client import cancellation, errors, link, transport
 from fedplat_client._auth import authenticator, enrollment
 from fedplat_client._auth.enrollment import ClientDescription, ClientSession, Endpoints
 from fedplat_client._auth.mtls import CertificateAccess
@@ -30,7 +31,6 @@ from fedplat_client._state.two_phase import ClientStateStore, Residuals, ServedA
 from fedplat_client._work import heartbeat, process_group, training, transfer, work
 from fedplat_client._work.peers.port import PeerPort
 from fedplat_client.backoff import Backoff, PollTime, draw_s, is_cut
-from fedplat_client.http_channel import HttpChannel
 from fedplat_client.options import ClientOptions
 from fedplat_client.task import EvaluateFunction, TrainFunction
 
@@ -216,7 +216,7 @@ class Client:
         """Run assignments; end after `wait_s` without one."""
         if self._follow():
             return TaskOutcome.DONE
-        with process_group.lead(), self._open_session() as (session, prepare, worker):
+        with process_group.lead(), self._open_session() as (session, prepare, worker, choice):
             backoff, outcome = Backoff(self._options), TaskOutcome.NO_WORK
             patience_at = self._options.clock() + wait_s
             num_tasks = 0
@@ -226,7 +226,7 @@ class Client:
             while num_tasks != max_tasks and not self._stopped_within(delay_s):
                 began = self._options.clock()
                 try:
-                    found, upcoming = upcoming or self._check_in(session, prepare, patience_at), None
+                    found, upcoming = upcoming or self._check_in(session, prepare, choice, patience_at), None
                     outcome = TaskOutcome.NO_WORK
                     if isinstance(found, fleet_pb2.Assignment):
                         num_tasks += 1
@@ -246,10 +246,8 @@ class Client:
                 except (errors.IncompatibleServerError, errors.IdentityError):
                     raise
                 except errors.CallError as exc:
-                    lasted_s = self._options.clock() - began
-                    delay_s = backoff.next_after(exc, lasted_s)
+                    delay_s = self._after_failure(exc, self._options.clock() - began, session, choice, backoff)
                     outcome = TaskOutcome.UNREACHABLE
-                    self._log_failure(exc, session, lasted_s, delay_s)
                 if outcome is TaskOutcome.LEFT or self._options.clock() + delay_s > patience_at:
                     break
             worker.give_back(upcoming)
@@ -262,9 +260,10 @@ class Client:
         return process_group.run_follower(self._trainers, self._evaluators, self._plugins.table)
 
     def _check_in(
-        self, session: ClientSession, prepare: Callable[[], None], patience_at: float
+        self, session: ClientSession, prepare: Callable[[], None], choice: link.TransportChoice, patience_at: float
     ) -> fleet_pb2.Assignment | heartbeat.CheckInResult:
         """Return an assignment, or the refusal; wait at the server until `patience_at` at most."""
+        choice.review(self._stop)
         session.enroll()
         prepare()
         began = self._options.clock()
@@ -274,6 +273,7 @@ class Client:
             self._poll_time.note_failure(exc, self._options.clock() - began)
             raise
         self._poll_time.note_answer()
+        choice.note_answer()
         return reply.assignment if reply.HasField("assignment") else _read_refusal(reply)
 
     def _next_check_in(self, session: ClientSession, *, is_last: bool) -> fleet_pb2.CheckInRequest | None:
@@ -282,41 +282,56 @@ class Client:
             return None
         return session.make_check_in(min(self._options.check_in_wait_s, _NEXT_WAIT_S))
 
-    def _log_session(self, address: str, client_id: str) -> None:
+    def _log_session(self, way: link.ServerLink, client_id: str) -> None:
         offers = ", ".join(sorted(self._trainers.keys() | self._evaluators.keys()))
         text = "The client is connected to %s as %s of the population %s, offers %s and waits for work."
-        _logger.info(text, address, client_id, self._population, offers, extra={"client": client_id})
+        _logger.info(text, way.route.server, client_id, self._population, offers, extra={"client": client_id})
 
-    def _log_failure(self, exc: errors.CallError, session: ClientSession, lasted_s: float, retry_s: float) -> None:
-        fields = {**self._fields, "retry_s": round(retry_s, 3)}
+    def _after_failure(
+        self,
+        exc: errors.CallError,
+        lasted_s: float,
+        session: ClientSession,
+        choice: link.TransportChoice,
+        backoff: Backoff,
+    ) -> float:
+        """Log a call that has failed after so long; return the delay in seconds before the next one."""
+        delay_s = backoff.next_after(exc, lasted_s)
+        fields = {**self._fields, "retry_s": round(delay_s, 3)}
         if is_cut(exc, lasted_s):
             _logger.debug("The connection ended while the client waited for work: %s", exc, extra=fields)
         else:
             _logger.warning("The server cannot be used: %s", session.explain_error(exc), extra=fields)
+        with contextlib.suppress(errors.Cancelled):  # the loop ends
+            if choice.note_failure(exc, lasted_s, self._stop):
+                backoff.reset()
+                return 0.0
+        return delay_s
 
     @contextlib.contextmanager
-    def _open_session(self) -> Generator[tuple[ClientSession, Callable[[], None], work.AssignmentWorker]]:
+    def _open_session(
+        self,
+    ) -> Generator[tuple[ClientSession, Callable[[], None], work.AssignmentWorker, link.TransportChoice]]:
         with self._directory.lock(), cancellation.on_signals(self._stop_on_signal), contextlib.ExitStack() as stack:
             for context in self._contexts:
                 stack.enter_context(context)
             identity = self._directory.load_identity(self._ticket)
             key = self._directory.load_signing_key(identity)
-            route = self._route(identity)
-            connect = functools.partial(self._connect, route)
-            channel = stack.enter_context(connect())
-            on_session = functools.partial(self._log_session, route.server)
-            signed = authenticator.SignedAccess(channel, key, self._options.call_timeout_s, on_session)
+            choice = link.TransportChoice(self._routes(identity), self._directory.transport)
+            way = stack.enter_context(choice.link)
+            on_session = functools.partial(self._log_session, way)
+            signed = authenticator.SignedAccess(way, key, self._options.call_timeout_s, on_session)
             access = stack.enter_context(self._certificates(signed, identity)) if self._options.mtls else signed
-            http = channel if isinstance(channel, HttpChannel) else None
-            # A certificate has one connection, which is renewed with it; closing a channel of HTTP ends no call.
-            more = connect if access is signed and http is None else None
-            connection = authenticator.Connection(access, self._options.call_timeout_s, more, http)
+            # A certificate has one connection, which is renewed with it.
+            connection = authenticator.Connection(
+                access, self._options.call_timeout_s, way if access is signed else None
+            )
             port = stack.enter_context(self._peer_port(signed, identity))
             open_silos = functools.cache(lambda: stack.enter_context(self._open_silos(parts, port, signed)))
             parts = self._open_parts(connection, key)
             halves = registry.make_halves(open_silos)
             worker = work.AssignmentWorker(parts, lambda each: halves[registry.name_of(each)])
-            endpoints = Endpoints(signed, connection, route)
+            endpoints = Endpoints(signed, connection, way)
             session = ClientSession(endpoints, self._directory, identity, self._description(), self._stop)
             is_silo = self._options.takes_exchanges or self._directory.silos.exists()
             unfinished = open_silos().find_unfinished() if is_silo else []
@@ -330,21 +345,19 @@ class Client:
                     if not self._stop.is_set():
                         open_silos().forget(begun)
 
-            yield session, prepare, worker
+            yield session, prepare, worker, choice
 
-    def _route(self, identity: data_directory.Identity) -> transport.ServerRoute:
+    def _routes(self, identity: data_directory.Identity) -> dict[str, transport.ServerRoute]:
+        """Return the ways to the server that may be used, by the names of their transports."""
         options = self._options
-        address, hint = self._server, ""
-        if options.transport == "http":
-            address = identity.http or address
-            hint = _NO_HTTP_ADDRESS * (not identity.http)
-        return transport.ServerRoute(
-            address, identity.tls, identity.ca + options.read_authorities(), options.proxy, hint
+        grpc = transport.ServerRoute(
+            self._server, identity.tls, identity.ca + options.read_authorities(), options.proxy
         )
-
-    def _connect(self, route: transport.ServerRoute) -> transport.Channel:
-        connect = transport.connect_http if self._options.transport == "http" else transport.connect
-        return connect(route.server, tls=route.tls, ca=route.ca, proxy=route.proxy)
+        # Where the load balancer chooses by ALPN, both have one address.
+        hint = _NO_HTTP_ADDRESS * (options.transport == transport.HTTP and not identity.http)
+        http = dataclasses.replace(grpc, server=identity.http or self._server, hint=hint, transport=transport.HTTP)
+        routes = {transport.GRPC: grpc, transport.HTTP: http}
+        return {name: route for name, route in routes.items() if name in options.transports}
 
     def _open_parts(self, connection: authenticator.Connection, key: SigningKey) -> work.ClientParts:
         directory, options = self._directory, self._options

@@ -18,7 +18,7 @@ from fedplat.config import loaded_plugins
 from fedplat.errors import FedplatError, MissingExtraError, PluginError, TicketError
 from fedplat.secure_aggregation.messages import MAX_GROUP, MIN_GROUP
 from fedplat.wire import process_tuning
-from fedplat_client import errors, log, trainer_options
+from fedplat_client import errors, log, trainer_options, transport
 from fedplat_client._auth import enrollment
 from fedplat_client._version import __version__
 from fedplat_client.client import Client, TaskOutcome
@@ -152,12 +152,12 @@ _RUN_OPTIONS = (
     click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="Add a label; repeatable."),
     _option(
         "--transport",
-        type=click.Choice(("grpc", "http")),
-        default="grpc",
+        type=click.Choice(transport.TRANSPORTS),
+        default=transport.AUTO,
         envvar="FEDPLAT_TRANSPORT",
         show_default=True,
-        help="How to reach the server: gRPC, or HTTP/1.1 (the server's --http-listen) in networks that let no gRPC "
-        "through.",
+        help="How to reach the server: gRPC, HTTP/1.1 (the server's --http-listen), or auto: gRPC, and HTTP/1.1 in "
+        "networks that let no gRPC through.",
     ),
     _option(
         "--proxy",

@@ -86,6 +86,8 @@ class HttpChannel:
     def __init__(self, destination: Destination) -> None:
         self._destination = destination
         self._idle: list[tuple[float, http.client.HTTPConnection]] = []
+        self._open: set[_Call] = set()
+        self._is_closed = False
         self._lock = threading.Lock()
         self.piece_bytes = PIECE_BYTES
 
@@ -96,27 +98,41 @@ class HttpChannel:
         self.close()
 
     def close(self) -> None:
-        """Close the connections that are kept."""
+        """Cancel the calls that are open, and close the connections that are kept."""
         with self._lock:
+            self._is_closed = True
             idle, self._idle = self._idle, []
+            open_calls = list(self._open)
+        for call in open_calls:
+            call.cancel()
         for _, connection in idle:
             connection.close()
 
-    def unary_unary(self, path: str, response_deserializer: Callable[[bytes], Any]) -> Any:
+    def unary_unary(self, method: str, /, *, response_deserializer: Callable[[bytes], Any]) -> Any:
         """Return a function that makes calls of a method."""
-        return _Unary(self, path, response_deserializer)
+        return _Unary(self, method, response_deserializer)
 
-    def stream_unary(self, path: str, response_deserializer: Callable[[bytes], Any]) -> Any:
+    def stream_unary(self, method: str, /, *, response_deserializer: Callable[[bytes], Any]) -> Any:
         """Return a function that uploads: the first message is a header, and the others have the octets."""
-        return _Upload(self, path, response_deserializer)
+        return _Upload(self, method, response_deserializer)
 
-    def unary_stream(self, path: str, response_deserializer: object = None) -> Any:
+    def unary_stream(self, method: str, /, *, response_deserializer: object = None) -> Any:
         """Return a function that downloads the octets of a file."""
 
         def call(request: bytes, timeout: float, metadata: Any) -> _Download:
-            return _Download(_Call(self, path, request, timeout, metadata))
+            return _Download(_Call(self, method, request, timeout, metadata))
 
         return call
+
+    def begin(self, call: _Call) -> None:
+        """Note that a call is open."""
+        with self._lock:
+            self._open.add(call)
+
+    def end(self, call: _Call) -> None:
+        """Note that a call is not open any more."""
+        with self._lock:
+            self._open.discard(call)
 
     def acquire(self) -> tuple[http.client.HTTPConnection, bool]:
         """Return a connection, and whether it was used before."""
@@ -132,7 +148,11 @@ class HttpChannel:
     def release(self, connection: http.client.HTTPConnection) -> None:
         """Keep a connection whose response was read to its end."""
         with self._lock:
-            self._idle.append((time.monotonic(), connection))
+            is_kept = not self._is_closed
+            if is_kept:
+                self._idle.append((time.monotonic(), connection))
+        if not is_kept:
+            connection.close()
 
     def _connect(self) -> http.client.HTTPConnection:
         server, tls, proxy = self._destination
@@ -198,6 +218,7 @@ class _Call:
         """Send the request; return a response that is a success. Raises `HttpError`."""
         while True:
             began = time.monotonic()
+            self._channel.begin(self)
             with self._translate_errors():
                 connection, was_used = self._channel.acquire()
             try:
@@ -266,6 +287,7 @@ class _Call:
         """Keep the connection: its response was read to its end."""
         with self._lock:
             connection, self._connection = self._connection, None
+        self._channel.end(self)
         if connection is not None and connection.sock is not None:
             self._channel.release(connection)
 
@@ -273,6 +295,7 @@ class _Call:
         """Close the connection."""
         with self._lock:
             connection, self._connection = self._connection, None
+        self._channel.end(self)
         if connection is not None:
             connection.close()
 

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from fedplat import wire
 from fedplat.secure_aggregation.messages import KEY_BYTES, MAX_GROUP, MIN_GROUP
 from fedplat.wire import auth, proxies
+from fedplat_client import transport
 from fedplat_client.cancellation import StopSignal
 from fedplat_client.errors import DataDirectoryError
 
@@ -52,8 +53,9 @@ class ClientOptions:
     jobs besides the current one."""
     max_model_bytes: int = 32 * 2**30
     """Largest model that is downloaded; a larger one fails the assignment (`TRANSFER_FAILED`)."""
-    transport: str = "grpc"
-    """`"grpc"`, or `"http"` for HTTP/1.1, in networks that let no gRPC through."""
+    transport: str = transport.AUTO
+    """`"grpc"`; `"http"` for HTTP/1.1, in networks that let no gRPC through; or `"auto"`: gRPC, and HTTP/1.1 where
+    the server answers over HTTP/1.1 only."""
     proxy: str = ""
     """`http://HOST:PORT` of a proxy for the connection to the server, with `USER:PASSWORD@` before the host if need be,
     or `"none"`; by default the proxy of the environment (`https_proxy`, `no_proxy`)."""
@@ -135,14 +137,21 @@ class ClientOptions:
         return (self.exchange_models or bool(self.peer_listen)) and not refuses
 
     @property
+    def transports(self) -> tuple[str, ...]:
+        """The transports that the client may use."""
+        if self.mtls or self.peer_listen:
+            return (transport.GRPC,)
+        return (transport.GRPC, transport.HTTP) if self.transport == transport.AUTO else (self.transport,)
+
+    @property
     def trusted_keys(self) -> frozenset[bytes] | None:
         """The public keys of the clients that the owner trusts; None: those of any client."""
         return self._trusted_keys
 
     def _check_transport(self) -> None:
-        if self.transport not in ("grpc", "http"):
-            raise ValueError(f"transport is {self.transport!r}; expected 'grpc' or 'http'")
-        if self.transport == "http" and (self.mtls or self.peer_listen):
+        if self.transport not in transport.TRANSPORTS:
+            raise ValueError(f"transport is {self.transport!r}; expected 'auto', 'grpc' or 'http'")
+        if self.transport == transport.HTTP and (self.mtls or self.peer_listen):
             name = "mtls" if self.mtls else "peer_listen"
             raise ValueError(f"{name} needs gRPC, whose connections have certificates; use it without transport 'http'")
         proxy = urlsplit(self.proxy) if self.proxy not in ("", proxies.NONE) else None

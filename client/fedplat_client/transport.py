@@ -65,9 +65,29 @@ _SERVICE = fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].full_name
 PEER_SERVICE = peer_pb2.DESCRIPTOR.services_by_name["Peer"].full_name
 
 
-Channel: TypeAlias = grpc.Channel | http_channel.HttpChannel
-"""A way to make calls."""
-TRANSPORTS = ("grpc", "http")
+GRPC, HTTP, AUTO = "grpc", "http", "auto"
+TRANSPORTS = (AUTO, GRPC, HTTP)
+"""The values of the option `transport`."""
+
+
+class Channel(Protocol):
+    """A way to make calls: what `grpc.Channel`, `HttpChannel` and `fedplat_client.link.ServerLink` have."""
+
+    def unary_unary(self, method: str, /, *, response_deserializer: Any) -> Any:
+        """Return a function that makes calls of a method."""
+        ...
+
+    def unary_stream(self, method: str, /, *, response_deserializer: Any) -> Any:
+        """Return a function that makes calls with several responses."""
+        ...
+
+    def stream_unary(self, method: str, /, *, response_deserializer: Any) -> Any:
+        """Return a function that makes calls with several requests."""
+        ...
+
+
+OpenChannel: TypeAlias = grpc.Channel | http_channel.HttpChannel
+"""A connection to a server."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +100,17 @@ class ServerRoute:
     proxy: str = ""
     hint: str = ""
     """What to check if something else answers there."""
+    transport: str = GRPC
+    """`GRPC` or `HTTP`."""
+
+    def open(self) -> OpenChannel:
+        """Open a channel."""
+        connect_to = connect_http if self.transport == HTTP else connect
+        return connect_to(self.server, tls=self.tls, ca=self.ca, proxy=self.proxy)
+
+    def __str__(self) -> str:
+        """Return it for a message."""
+        return f"{'HTTP/1.1' if self.transport == HTTP else 'gRPC'} at {self.server}"
 
 
 def connect_http(server: str, *, tls: bool = False, ca: str = "", proxy: str = "") -> http_channel.HttpChannel:
@@ -129,19 +160,19 @@ class Method(Generic[Response]):
     def start(self, channel: Channel, request: bytes, timeout_s: float, metadata: Metadata) -> _Future[Response]:
         """Start the call; the future's result is its response."""
         method = channel.unary_unary(self.path, response_deserializer=self.response.FromString)
-        return cast(Any, method).future(request, timeout=timeout_s, metadata=metadata)
+        return method.future(request, timeout=timeout_s, metadata=metadata)
 
     def start_sending(
         self, channel: Channel, requests: Iterator[bytes], timeout_s: float, metadata: Metadata
     ) -> _Future[Response]:
         """Start the call with a stream of requests."""
         method = channel.stream_unary(self.path, response_deserializer=self.response.FromString)
-        return cast(Any, method).future(requests, timeout=timeout_s, metadata=metadata)
+        return method.future(requests, timeout=timeout_s, metadata=metadata)
 
     def start_receiving(self, channel: Channel, request: bytes, timeout_s: float, metadata: Metadata) -> Any:
         """Start the call; return an iterator over the bytes of the pieces of a file."""
         method = channel.unary_stream(self.path, response_deserializer=_decode_piece)
-        return cast(Any, method)(request, timeout=timeout_s, metadata=metadata)
+        return method(request, timeout=timeout_s, metadata=metadata)
 
 
 def _decode_piece(message: bytes) -> messages.Bytes:
@@ -178,7 +209,7 @@ def translate_error(exc: grpc.RpcError) -> errors.CallError:
     error_code = {entry.key: entry.value for entry in exc.trailing_metadata() or ()}.get(auth.METADATA_CODE)
     if (error_type := _BY_CODE.get(str(error_code))) is not None:
         return error_type(status.name, text, _retry_window(exc))
-    if error_code is None and (status is grpc.StatusCode.UNAVAILABLE or proxies.is_cut(text)):
+    if error_code is None and (status is grpc.StatusCode.UNAVAILABLE or proxies.is_foreign(exc.details() or "")):
         return errors.UnreachableError(status.name, text, _retry_window(exc))
     if status in _TRY_LATER:
         return errors.ServerUnavailableError(status.name, text, _retry_window(exc))

@@ -30,6 +30,7 @@ _STATUS = re.compile(r"http2 header with status: (\d{3})", re.IGNORECASE)
 _CAUSE = re.compile(
     r".*last error: (?:[A-Z_]+: )?(?:(?:ipv[46]|unix):\S+ )?(?:Failed to connect to remote host: )?", re.DOTALL
 )
+_DISTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check failed", "certificate is not trusted")
 _TOO_LARGE = 413
 
 
@@ -139,6 +140,19 @@ def is_cut(details: str) -> bool:
     return "RST_STREAM" in details
 
 
+def is_foreign(details: str) -> bool:
+    """Return whether gRPC's text of an error comes from what is between here and the server, whatever its status.
+
+    A status of HTTP becomes one of gRPC: 401, for example, would look as if the server refused the caller.
+    """
+    return is_cut(details) or _STATUS.search(details) is not None
+
+
+def is_distrusted(details: str) -> bool:
+    """Return whether an error's text names a certificate that was refused: what answered may be another server."""
+    return any(sign in details for sign in _DISTRUSTED)
+
+
 def shorten(details: str) -> str:
     """Return the part of gRPC's text of a failed connection that helps a reader.
 
@@ -149,7 +163,7 @@ def shorten(details: str) -> str:
         return "the host name is not known"
     if details in ("Cancelling all calls", "Socket closed", "CANCELLED") or is_cut(details):
         return "the connection was closed"
-    if "selected ALPN" in details:
+    if "selected ALPN" in details or "http1.x server" in details:
         return "what answers there does not speak gRPC: it may be a proxy, or the server's port of HTTP/1.1"
     if (explained := explain_status(details)) != details:
         return explained

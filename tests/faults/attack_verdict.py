@@ -9,6 +9,7 @@ import msgspec
 from rich.table import Table
 
 from faults.soak import MAX_GROWTH, MAX_MORE_FILES
+from support import transports
 
 ROUNDS_AFTER = 3
 """Committed rounds that must follow when the attackers have left."""
@@ -35,6 +36,7 @@ class Plan:
     attack_s: float | None
     calm_s: float
     database: str | None = None
+    transport: transports.Name = "grpc"
 
     @property
     def goal(self) -> int:

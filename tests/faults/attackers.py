@@ -36,7 +36,8 @@ from fedplat.model import Parameters
 from fedplat.wire import auth
 from fedplat.wire.auth import Ticket
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, fleet_pb2
-from hostile import attacks, half_sent
+from hostile import attacks, half_requests, half_sent
+from support import transports
 from support.raw_client import CHALLENGE, RawClient, digest_of, reason_name
 
 MISFITS = "misfits"
@@ -51,6 +52,7 @@ class Target(msgspec.Struct, frozen=True):
     ticket: str
     misfit_ticket: str
     viewer_token: str
+    transport: transports.Name = "grpc"
 
 
 @dataclasses.dataclass
@@ -66,8 +68,7 @@ class Attack:
     num_calls: int = 0
 
     def __post_init__(self) -> None:
-        options = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1))
-        self.channel = aio.insecure_channel(self.target.address, options=options)
+        self.channel = transports.connect(self.target.address, self.target.transport)
         self.rng = random.Random(1)
 
     def goes_on(self) -> bool:
@@ -132,18 +133,23 @@ async def _awaited(call: Awaitable[Any]) -> Any:
 
 
 async def half_messages(attack: Attack) -> None:
-    """Ten connections with a thousand streams each, and on each stream a message that never ends."""
+    """Messages that never end: on a thousand streams of each of ten connections or, over HTTP/1.1, on 2,000."""
     await attack.begins()
     few = attack.max_calls is not None
-    connections, streams, bytes_per_s = (2, 100, 20e6) if few else (10, 1000, 5e5)
     ends = asyncio.get_running_loop().time() + (6.0 if few else 1e9)
 
     def goes_on() -> bool:
         return not attack.stop.is_set() and asyncio.get_running_loop().time() < ends
 
-    args = attack.target.address, attack.answers, streams, bytes_per_s, goes_on
-    await asyncio.gather(*(half_sent.attack(*args) for _ in range(connections)))
-    attack.num_calls = attack.answers.total()
+    address, answers = attack.target.address, attack.answers
+    if attack.target.transport == "http":
+        count = 100 if few else 2000
+        await asyncio.gather(*(half_requests.attack(address, answers, each, 2.0, goes_on) for each in range(count)))
+    else:
+        connections, streams, bytes_per_s = (2, 100, 20e6) if few else (10, 1000, 5e5)
+        args = address, answers, streams, bytes_per_s, goes_on
+        await asyncio.gather(*(half_sent.attack(*args) for _ in range(connections)))
+    attack.num_calls = answers.total()
 
 
 async def challenges(attack: Attack) -> None:
@@ -396,8 +402,15 @@ KINDS: dict[str, tuple[Kind, int]] = {
     "wrong tokens": (wrong_tokens, 60),
 }
 """Each attacker, and how many calls it makes with `--few`."""
+GRPC_ONLY = ("watches",)
+"""Those whose calls have no form over HTTP/1.1."""
 WORKERS = ("huge values", "huge weights", "tiny weights", "unknown keys", "new metrics")
 """The attackers that take part in the honest clients' rounds."""
+
+
+def kinds_over(transport: transports.Name) -> tuple[str, ...]:
+    """The attackers of a transport."""
+    return tuple(kind for kind in KINDS if transport == "grpc" or kind not in GRPC_ONLY)
 
 
 async def run(target: Target, folder: Path, kinds: list[str], few: bool) -> None:

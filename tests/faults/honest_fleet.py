@@ -61,19 +61,20 @@ def main(
     first: Annotated[int, typer.Option()],
     count: Annotated[int, typer.Option()],
     work_s: Annotated[float, typer.Option(help="How long a training takes at most: clients are many on one host.")],
+    transport: Annotated[str, typer.Option()] = "grpc",
 ) -> None:
     """Run clients until SIGTERM."""
     times, over = Times(folder / f"latency-{first}.txt"), threading.Event()
     measure(times)
     ticket = ticket_file.read_text()
-    clients = [make(ticket, folder, number, work_s) for number in range(first, first + count)]
+    clients = [make(ticket, folder, number, work_s, transport) for number in range(first, first + count)]
 
     def come_again() -> None:
         while not over.is_set():
             times.begin()
             clients[0].run(max_tasks=1)
             if not over.is_set():
-                clients[0] = make(ticket, folder, first, work_s)
+                clients[0] = make(ticket, folder, first, work_s, transport)
 
     threads = [threading.Thread(target=come_again), *(threading.Thread(target=client.run) for client in clients[1:])]
     for thread in threads:
@@ -86,9 +87,10 @@ def main(
         thread.join()
 
 
-def make(ticket: str, folder: Path, number: int, work_s: float) -> Client:
+def make(ticket: str, folder: Path, number: int, work_s: float, transport: str) -> Client:
     """A client that answers with the model of its own data."""
     options = ClientOptions(
+        transport=transport,
         first_backoff_s=0.2,
         max_backoff_s=3.0,
         check_in_wait_s=20.0,

@@ -1,6 +1,7 @@
 """Do the defaults protect honest clients while one attacker of each kind is at work?
 
     python tests/faults/soak_attackers.py [--clients 100] [--minutes 10] [--database sqlite|postgres] [--attacker KIND]
+        [--transport grpc|http]
 
 One real server and `--clients` honest SDK clients, ten to a process, train a least-squares model; its job file says no
 more than a job file must. A calm phase is measured first. Then the attackers of `attackers.py`, each in a process of
@@ -48,7 +49,8 @@ from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from hostile import flood, reading
-from support import processes
+from support import processes, transports
+from support.transports import Transport
 
 PER_PROCESS = 10
 SAMPLE_S = 1.0
@@ -264,7 +266,7 @@ def fleet(folder: Path, ticket: str, plan: Plan) -> Generator[list[subprocess.Po
         [
             *(sys.executable, program, "--ticket-file", str(folder / "ticket"), "--folder", str(folder)),
             *("--first", str(first), "--count", str(min(PER_PROCESS, plan.clients - first))),
-            *("--work-s", str(plan.work_s)),
+            *("--work-s", str(plan.work_s), "--transport", plan.transport),
         ]
         for first in range(0, plan.clients, PER_PROCESS)
     ]
@@ -292,9 +294,11 @@ def start_jobs(admin: AdminClient, plan: Plan) -> str:
 def run(folder: Path, plan: Plan) -> dict[str, object]:
     """The soak; what it found, with `problems`."""
     options = () if plan.database is None else ("--database", plan.database)
-    with processes.server(folder / "server", "--insecure", "--log-level", "warning", *options) as server:
+    transport = Transport.of(plan.transport)
+    more = (*options, *transport.options)
+    with processes.server(folder / "server", "--insecure", "--log-level", "warning", *more) as server:
         with server.admin() as admin:
-            result = _soak(server, admin, folder, plan)
+            result = _soak(server, admin, folder, plan, transport.address(server.address))
         log = server.log_text()
     result["verify"] = verify(folder / "server", options)
     result["log_failures"] = [
@@ -306,14 +310,15 @@ def run(folder: Path, plan: Plan) -> dict[str, object]:
     return result
 
 
-def _soak(server: processes.Server, admin: AdminClient, folder: Path, plan: Plan) -> dict[str, object]:
+def _soak(server: processes.Server, admin: AdminClient, folder: Path, plan: Plan, address: str) -> dict[str, object]:
     job = start_jobs(admin, plan)
     seen = Observer(server, admin, folder, job, plan)
     target = attackers.Target(
-        server.address,
+        address,
         server.ticket(honest_fleet.POPULATION, len(plan.kinds)),
         server.ticket(attackers.MISFITS, len(plan.kinds)),
         admin.add_operator("a-viewer", "viewer").token,
+        plan.transport,
     )
     with fleet(folder, server.ticket(honest_fleet.POPULATION, plan.clients), plan) as running:
 
@@ -435,6 +440,7 @@ def main(
     minutes: Annotated[float, typer.Option(min=0.2, help="How long attackers are at work.")] = 10.0,
     database: Annotated[Literal["sqlite", "postgres"], typer.Option(help="The daemon's database.")] = "sqlite",
     attacker: Annotated[list[str] | None, typer.Option(help="One of them, repeatable; default: all.")] = None,
+    transport: Annotated[transports.Name, typer.Option(help="That of clients and attackers.")] = "grpc",
     folder: Annotated[Path, typer.Option(help="Where everything is kept; emptied first.")] = Path(
         "runs/soak-attackers"
     ),
@@ -442,10 +448,10 @@ def main(
     """Run honest clients beside attackers, then check everything."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    kinds = tuple(attacker or attackers.KINDS)
+    kinds = tuple(attacker or attackers.kinds_over(transport))
     with flood.stores(database) as found:
         attack_s = minutes * 60.0
-        plan = Plan(clients, kinds, attack_s, min(max(attack_s / 5.0, 15.0), 120.0), found[database])
+        plan = Plan(clients, kinds, attack_s, min(max(attack_s / 5.0, 15.0), 120.0), found[database], transport)
         result = run(folder.resolve(), plan)
     (folder / "soak.json").write_text(json.dumps(result, indent=2) + "\n")
     console, problems = Console(width=150), attack_verdict.texts(result["problems"])

@@ -10,16 +10,20 @@ import pytest
 
 from faults import attack_verdict, attackers, least_squares, soak_attackers
 from hostile import flood, frames, half_sent
+from support import transports
 
 CLIENTS = 10
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("database", ["postgres"])  # `make soak-attackers` also runs on SQLite
-def test_ten_honest_clients_lose_nothing_beside_attackers(tmp_path: Path, database: str) -> None:
+@pytest.mark.parametrize(("database", "transport"), [("postgres", "grpc"), ("sqlite", "http")])
+def test_ten_honest_clients_lose_nothing_beside_attackers(
+    tmp_path: Path, database: str, transport: transports.Name
+) -> None:
     with flood.stores(database) as found:
-        plan = attack_verdict.Plan(CLIENTS, tuple(attackers.KINDS), None, 3.0, found[database])
+        kinds = attackers.kinds_over(transport)
+        plan = attack_verdict.Plan(CLIENTS, kinds, None, 3.0, found[database], transport)
         result = soak_attackers.run(tmp_path, plan)
     assert not result["problems"], result["problems"]
 

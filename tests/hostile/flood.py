@@ -1,6 +1,7 @@
 """Malformed messages by the thousand against a real daemon, while honest clients work.
 
     python tests/hostile/flood.py [--database sqlite|postgres|both] [--messages 100000] [--seed 1]
+        [--transport grpc|http]
 
 Prints what was sent, how it was answered, and the daemon's memory over time. Exits with 1 if the daemon crashed, failed
 internally (status INTERNAL or UNKNOWN, or a traceback in its log), showed a traceback, or grew, if no honest job
@@ -39,9 +40,9 @@ from fedplat.job import parse_job
 from fedplat.wire import auth
 from fedplat.wire.auth import Ticket
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, fleet_pb2_grpc
-from fedplat_client import Client, Task, TrainResult
-from hostile import attacks, frames, reading
-from support import databases, processes
+from fedplat_client import Client, ClientOptions, Task, TrainResult
+from hostile import attacks, broken_requests, frames, reading
+from support import databases, processes, transports
 from support.clients import at_work
 from support.raw_client import CHALLENGE, RawClient, is_unheard
 
@@ -134,12 +135,15 @@ class Outcome:
 class Attacker:
     """A caller with a connection, with or without an identity."""
 
-    def __init__(self, address: str, operator_token: str, seed: int, outcome: Outcome) -> None:
+    def __init__(
+        self, address: str, transport: transports.Name, operator_token: str, seed: int, outcome: Outcome
+    ) -> None:
         self._address = address
+        self._draw_broken = frames.draw if transport == "grpc" else broken_requests.draw
         self._operator = ((wire.METADATA_AUTHORIZATION, f"Bearer {operator_token}"),)
         self._rng = random.Random(seed)
         self._outcome = outcome
-        self._channel = aio.insecure_channel(address, options=(("grpc.use_local_subchannel_pool", 1),))
+        self._channel = transports.connect(address, transport)
         self._fleet = fleet_pb2_grpc.FleetStub(self._channel)
         self._client = RawClient(self._channel, Ed25519PrivateKey.generate())
 
@@ -152,8 +156,8 @@ class Attacker:
         """Sends one malformed message."""
         dice = self._rng.random()
         if dice < 0.02:
-            await frames.send(self._address, frames.draw(self._rng))
-            self._outcome.note("broken frames", "")
+            await frames.send(self._address, self._draw_broken(self._rng))
+            self._outcome.note("broken connections", "")
         elif dice < 0.04:
             content, examples = attacks.bad_file(self._rng), self._rng.choice((1.0, 1e308))
             await self._told("bad update", self._report(content, examples, {}))
@@ -227,15 +231,16 @@ class Attacker:
 class Honest:
     """Honest clients, and an operator who gives them one job after the other."""
 
-    def __init__(self, server: processes.Server, folder: Path) -> None:
+    def __init__(self, server: processes.Server, folder: Path, transport: transports.Name = "grpc") -> None:
         self._server = server
+        self._options = ClientOptions(transport=transport)
         self._ticket = server.ticket("honest", NUM_HONEST)
         self.num_completed = 0
         self._over = threading.Event()
         self._clients = [self._client(folder / f"honest-{number}") for number in range(NUM_HONEST)]
 
     def _client(self, folder: Path) -> Client:
-        client = Client.from_ticket(self._ticket, data_dir=folder)
+        client = Client.from_ticket(self._ticket, data_dir=folder, options=self._options)
 
         def train(task: Task) -> TrainResult:
             task.parameters["weight"] += np.float32(1.0)
@@ -265,17 +270,15 @@ class Honest:
                 self.num_completed += admin.show_job(job).status == admin_pb2.JOB_STATUS_COMPLETED
 
 
-async def crowd(server: processes.Server) -> None:
+async def crowd(server: processes.Server, channel: aio.Channel) -> None:
     """Enrolls many clients with the largest labels that are accepted, all with one ticket."""
     rng, token = random.Random(1), Ticket.from_text(server.ticket("crowd", NUM_CROWD)).secret
-    async with aio.insecure_channel(server.address) as channel:
-        for number in range(NUM_CROWD):
-            client = RawClient(channel, Ed25519PrivateKey.generate())
-            key = f"one of a crowd: {number}"
-            with contextlib.suppress(aio.AioRpcError):  # the server may refuse such labels
-                await client.enroll(
-                    population="crowd", idempotency_key=key, token=token, labels=attacks.wide_labels(rng)
-                )
+    for number in range(NUM_CROWD):
+        client = RawClient(channel, Ed25519PrivateKey.generate())
+        key = f"one of a crowd: {number}"
+        with contextlib.suppress(aio.AioRpcError):  # the server may refuse such labels
+            await client.enroll(population="crowd", idempotency_key=key, token=token, labels=attacks.wide_labels(rng))
+    await channel.close()
 
 
 def submit(admin: AdminClient, text: str) -> str:
@@ -283,11 +286,22 @@ def submit(admin: AdminClient, text: str) -> str:
     return submission.submit(admin, submission.Submission(text, parse_job(text), attacks.MODEL)).job_id
 
 
+@dataclasses.dataclass(frozen=True)
+class Storm:
+    """What is sent, and over which transport."""
+
+    num_messages: int
+    seed: int
+    transport: transports.Transport
+
+
 async def _storm(
-    server: processes.Server, operator: str, num_messages: int, seed: int, process: psutil.Process, outcome: Outcome
+    server: processes.Server, storm: Storm, operator: str, process: psutil.Process, outcome: Outcome
 ) -> None:
-    address = server.address
-    attackers = [Attacker(address, operator, seed * 1000 + number, outcome) for number in range(NUM_ATTACKERS)]
+    address, transport, num_messages = storm.transport.address(server.address), storm.transport.name, storm.num_messages
+    attackers = [
+        Attacker(address, transport, operator, storm.seed * 1000 + number, outcome) for number in range(NUM_ATTACKERS)
+    ]
     numbers = iter(range(num_messages))
     token = Ticket.from_text(server.ticket("hostile", NUM_ATTACKERS)).secret
     samples = sorted({int(num_messages * share) for share in (WARM_UP, 0.25, 0.5, 0.75)})
@@ -298,7 +312,7 @@ async def _storm(
                 outcome.rss_bytes.append(process.memory_info().rss)
             await attacker.attack()
 
-    await crowd(server)
+    await crowd(server, transports.connect(address, transport))
     await asyncio.gather(*(attacker.enroll(token) for attacker in attackers))
     await asyncio.gather(*(work(attacker) for attacker in attackers for _ in range(AT_ONCE)))
     for attacker in attackers:
@@ -306,19 +320,22 @@ async def _storm(
     outcome.rss_bytes.append(process.memory_info().rss)
 
 
-def run(folder: Path, num_messages: int, seed: int, database: str | None = None) -> Outcome:
+def run(
+    folder: Path, num_messages: int, seed: int, database: str | None = None, transport: transports.Name = "grpc"
+) -> Outcome:
     """Starts everything, runs the flood, and checks the results. `database` is a URL; without one: SQLite."""
     outcome, started = Outcome(), time.monotonic()
+    storm = Storm(num_messages, seed, transports.Transport.of(transport))
     options = () if database is None else ("--database", database)
-    with processes.server(folder / "server", "--insecure", *options) as server:
+    with processes.server(folder / "server", "--insecure", *options, *storm.transport.options) as server:
         with server.admin() as admin:
             process = psutil.Process(admin.status().process_id)
             baits = [submit(admin, BAIT.format(number=number)) for number in range(NUM_BAITS)]
             # The attackers have their own operator: a daemon limits the calls of each, and honest ones need theirs.
             token = admin.add_operator("hostile", "admin").token
-        honest = Honest(server, folder)
+        honest = Honest(server, folder, transport)
         with honest.at_work():
-            asyncio.run(_storm(server, token, num_messages, seed, process, outcome))
+            asyncio.run(_storm(server, storm, token, process, outcome))
         outcome.num_completed = honest.num_completed
         outcome.seconds = time.monotonic() - started
         if process.is_running():
@@ -347,14 +364,15 @@ def main(
     messages: Annotated[int, typer.Option(min=1, help="How many malformed messages to send, to each.")] = 100_000,
     seed: Annotated[int, typer.Option(help="What the messages are drawn from.")] = 1,
     database: Annotated[Literal["sqlite", "postgres", "both"], typer.Option(help="Databases of the daemon.")] = "both",
+    transport: Annotated[transports.Name, typer.Option(help="The transport of all callers.")] = "grpc",
 ) -> None:
     """Send malformed messages to a daemon, and check that it survives."""
     failed = False
     with stores(database) as found:
         for name, url in found.items():
             with tempfile.TemporaryDirectory() as folder:
-                outcome = run(Path(folder), messages, seed, url)
-            print("\n".join([f"{name}:", *outcome.lines()]))
+                outcome = run(Path(folder), messages, seed, url, transport)
+            print("\n".join([f"{name}, {transport}:", *outcome.lines()]))
             failed = failed or bool(outcome.wrong)
     raise typer.Exit(1 if failed else 0)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
@@ -62,7 +63,8 @@ class HttpPeer:
         reader, writer = await self.open()
         try:
             writer.write(data)
-            await writer.drain()
+            with contextlib.suppress(ConnectionError):  # it may have answered before it had all
+                await writer.drain()
             return await read_answer(reader)
         finally:
             writer.close()
@@ -108,11 +110,18 @@ def headers_of(metadata: Iterable[tuple[str, str | bytes]], content_type: str) -
 
 def error_of(answer: Answer) -> aio.AioRpcError:
     """The error that gRPC would raise for a refusal."""
-    said = json.loads(answer.body)
     prefix = "trailer-"
+    if "json" not in answer.headers.get("content-type", ""):  # of the framework, for a request that is not valid
+        code = grpc.StatusCode.INVALID_ARGUMENT if answer.status < 500 else grpc.StatusCode.INTERNAL
+        return aio.AioRpcError(code, aio.Metadata(), aio.Metadata(), answer.body.decode("latin-1"))
+    said = json.loads(answer.body)
     trailing = [(name.removeprefix(prefix), value) for name, value in answer.headers.items() if name.startswith(prefix)]
     code = grpc.StatusCode[CODES[said["code"]]]
     return aio.AioRpcError(code, aio.Metadata(), aio.Metadata(*trailing), said.get("message", ""))
+
+
+def _same(message: Any) -> Any:
+    return message
 
 
 class HttpStubChannel:
@@ -121,50 +130,69 @@ class HttpStubChannel:
     def __init__(self, peer: HttpPeer) -> None:
         self.peer = peer
 
-    async def _ask(self, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
-        answer = await self.peer.post(path, body, headers)
+    async def close(self) -> None:
+        """Does nothing: each call has a connection of its own."""
+
+    async def _ask(self, path: str, body: bytes, headers: Mapping[str, str], timeout: float | None) -> bytes:
+        try:
+            async with asyncio.timeout(timeout):
+                answer = await self.peer.post(path, body, headers)
+        except TimeoutError:
+            raise _failure(grpc.StatusCode.DEADLINE_EXCEEDED, "there was no answer in time") from None
+        except (OSError, EOFError) as exc:
+            raise _failure(grpc.StatusCode.UNAVAILABLE, f"the connection broke: {exc}") from exc
         if answer.status != 200:
             raise error_of(answer)
         return answer.body
 
     def unary_unary(
-        self, path: str, request_serializer: Any, response_deserializer: Any, **_: Any
+        self, path: str, request_serializer: Any = None, response_deserializer: Any = None, **_: Any
     ) -> Callable[..., Any]:
-        async def ask(request: Any, metadata: Any) -> Any:
+        serialize, decode = request_serializer or _same, response_deserializer or _same
+
+        async def ask(request: Any, timeout: float | None, metadata: Any) -> Any:
             headers = headers_of(metadata, "application/proto")
-            return response_deserializer(await self._ask(path, request_serializer(request), headers))
+            return decode(await self._ask(path, serialize(request), headers, timeout))
 
         def call(request: Any, timeout: float | None = None, metadata: Any = ()) -> asyncio.Task[Any]:
-            return asyncio.create_task(ask(request, metadata))
+            return asyncio.create_task(ask(request, timeout, metadata))
 
         return call
 
     def unary_stream(
-        self, path: str, request_serializer: Any, response_deserializer: Any, **_: Any
+        self, path: str, request_serializer: Any = None, response_deserializer: Any = None, **_: Any
     ) -> Callable[..., Any]:
-        async def receive(request: Any, metadata: Any) -> AsyncIterator[Any]:
-            body = await self._ask(path, request_serializer(request), headers_of(metadata, "application/proto"))
+        serialize = request_serializer or _same
+
+        async def receive(request: Any, timeout: float | None, metadata: Any) -> AsyncIterator[Any]:
+            body = await self._ask(path, serialize(request), headers_of(metadata, "application/proto"), timeout)
             if body:
                 yield model_pb2.Chunk(data=body)
 
         def call(request: Any, timeout: float | None = None, metadata: Any = ()) -> AsyncIterator[Any]:
-            return receive(request, metadata)
+            return receive(request, timeout, metadata)
 
         return call
 
     def stream_unary(
-        self, path: str, request_serializer: Any, response_deserializer: Any, **_: Any
+        self, path: str, request_serializer: Any = None, response_deserializer: Any = None, **_: Any
     ) -> Callable[..., Any]:
-        async def send(requests: AsyncIterator[fleet_pb2.UploadRequest], metadata: Any) -> Any:
-            messages = [each async for each in requests]
-            first = request_serializer(messages[0]) if messages else b""
+        serialize, decode = request_serializer or _same, response_deserializer or _same
+
+        async def send(requests: Any, timeout: float | None, metadata: Any) -> Any:
+            given = [each async for each in requests] if isinstance(requests, AsyncIterator) else list(requests)
+            first = serialize(given[0]) if given else b""
             headers = headers_of([*metadata, ("fedplat-request-bin", first)], "application/octet-stream")
-            body = b"".join(each.data for each in messages[1:])
-            return response_deserializer(await self._ask(path, body, headers))
+            body = b"".join(each.data if isinstance(each, fleet_pb2.UploadRequest) else each for each in given[1:])
+            return decode(await self._ask(path, body, headers, timeout))
 
         def call(requests: Any, timeout: float | None = None, metadata: Any = ()) -> asyncio.Task[Any]:
-            return asyncio.create_task(send(requests, metadata))
+            return asyncio.create_task(send(requests, timeout, metadata))
 
         return call
 
     stream_stream = unary_stream
+
+
+def _failure(code: grpc.StatusCode, text: str) -> aio.AioRpcError:
+    return aio.AioRpcError(code, aio.Metadata(), aio.Metadata(), text)

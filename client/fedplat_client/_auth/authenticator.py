@@ -18,8 +18,8 @@ from fedplat_client import cancellation, errors, http_channel, spans
 from fedplat_client._state.data_dir import SigningKey
 from fedplat_client.cancellation import StopSignal
 from fedplat_client.errors import CallError, CallRefusedError, IncompatibleServerError, ServerUnavailableError
-from fedplat_client.http_channel import HttpChannel
-from fedplat_client.transport import Channel, Metadata, Method, Response, result, translate_error
+from fedplat_client.link import ServerLink
+from fedplat_client.transport import Channel, Metadata, Method, OpenChannel, Response, result, translate_error
 
 _CHALLENGE = Method("GetChallenge", fleet_pb2.GetChallengeResponse)
 _OPEN = Method("OpenSession", fleet_pb2.OpenSessionResponse)
@@ -174,31 +174,21 @@ class Connection:
     they fail.
     """
 
-    def __init__(
-        self,
-        access: Access,
-        call_timeout_s: float,
-        connect: Callable[[], Channel] | None = None,
-        http: HttpChannel | None = None,
-    ) -> None:
-        """`connect` opens one more channel to the server, on which the same credentials are valid.
-
-        `http` is the channel of `access`, if it is one of HTTP/1.1.
-        """
+    def __init__(self, access: Access, call_timeout_s: float, link: ServerLink | None = None) -> None:
+        """`link` is the channel of `access`, if the same credentials are valid on other channels to the server."""
         self._access = access
         self._timeout_s = call_timeout_s
-        self._connect = connect
-        self._http = http
+        self._link = link
 
     @property
     def can_dial(self) -> bool:
         """True if `dial` may be called."""
-        return self._connect is not None
+        return self._link is not None
 
-    def dial(self) -> Channel:
+    def dial(self) -> OpenChannel:
         """Open one more connection to the server, for `download`."""
-        assert self._connect is not None
-        return self._connect()
+        assert self._link is not None
+        return self._link.dial()
 
     def check_in(self, request: fleet_pb2.CheckInRequest, signal: StopSignal) -> fleet_pb2.CheckInResponse:
         """Wait for an assignment, at most `request.wait_s`."""
@@ -269,19 +259,20 @@ class Connection:
 
         Over HTTP the data are sent in several requests, because what is before the server may limit their size.
         """
-        if self._http is None:
+        http = self._link.http if self._link is not None else None
+        if http is None:
             return self._upload(header, parts, timeout_s, signal)
         waiting, is_over = bytearray(), False
         while True:
-            while not is_over and len(waiting) < self._http.piece_bytes:
+            while not is_over and len(waiting) < http.piece_bytes:
                 part = next(parts, None)
                 is_over = part is None
                 waiting += part or b""
-            size = min(len(waiting), self._http.piece_bytes)
+            size = min(len(waiting), http.piece_bytes)
             try:
                 received = self._upload(header, iter([bytes(waiting[:size])]), timeout_s, signal)
             except errors.UnreachableError:
-                if self._http.piece_bytes >= size:
+                if http.piece_bytes >= size:
                     raise
                 continue  # a proxy has refused the size: send less at a time
             if received != header.offset + size or (is_over and size == len(waiting)):
@@ -312,7 +303,7 @@ class Connection:
         self, request: fleet_pb2.CheckInRequest | fleet_pb2.HeartbeatRequest | fleet_pb2.StepRequest
     ) -> None:
         """Make a call over HTTP wait shorter than proxies let requests wait."""
-        if self._http is not None:
+        if self._link is not None and self._link.http is not None:
             request.wait_s = min(request.wait_s, http_channel.MAX_WAIT_S)
 
     def _call(self, method: Method[Response], request: Message, signal: StopSignal, timeout_s: float) -> Response:

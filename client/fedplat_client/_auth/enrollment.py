@@ -22,6 +22,7 @@ from fedplat_client import cancellation, errors, transport
 from fedplat_client._auth import authenticator
 from fedplat_client._state.data_dir import DataDirectory, Identity
 from fedplat_client._version import __version__
+from fedplat_client.link import ServerLink
 
 _ENROLL = transport.Method("Enroll", fleet_pb2.EnrollResponse)
 _logger = logging.getLogger(__name__)
@@ -44,12 +45,12 @@ class ClientDescription:
 class Endpoints:
     """The ways to call the server: `access` proves the client's identity, `connection` makes authenticated calls.
 
-    Both use `route`.
+    Both use `link`.
     """
 
     access: authenticator.SignedAccess
     connection: authenticator.Connection
-    route: transport.ServerRoute
+    link: ServerLink
 
 
 class ClientSession:
@@ -124,7 +125,7 @@ class ClientSession:
         """Return the error with its cause: a proxy in between, the server's TLS, or the short form of gRPC's text."""
         if exc.code != "UNAVAILABLE":
             return exc
-        route = self._endpoints.route
+        route = self._endpoints.link.route
         text = proxies.explain(route.server, exc.text, route.proxy)
         if proxies.is_direct(route.server, route.proxy):
             problem = proxies.describe_failure(route.server, ca=route.ca) if route.tls else ""

@@ -90,6 +90,7 @@ class DataDirectory:
         self.tasks = self.path / "tasks"
         self.exports = data_dir / "exports"
         self.served = self.path / "served"
+        self.transport = self.path / "transport.json"
         self.privacy = data_dir / "privacy.json"
         self._server = server
         self._population = population

@@ -18,7 +18,7 @@ from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import errors, task
 from fedplat_client._auth.authenticator import Connection
 from fedplat_client._state.model_cache import PartialDownload
-from fedplat_client.transport import Channel
+from fedplat_client.transport import OpenChannel
 
 MAX_STREAMS = 8
 """The most connections of a download. A server allows fewer by default."""
@@ -103,8 +103,8 @@ class RangedDownload:
         self._ranges: dict[int, _Range] = {}
         """The ranges that were begun and not appended yet, by their start."""
         self._broken: list[_Range] = []
-        self._busy: dict[concurrent.futures.Future[None], tuple[_Range, Channel, int]] = {}
-        self._idle: list[Channel] = []
+        self._busy: dict[concurrent.futures.Future[None], tuple[_Range, OpenChannel, int]] = {}
+        self._idle: list[OpenChannel] = []
 
     def run(self, wait_after_break: WaitAfterBreak) -> None:
         """Download until the file is complete, or one connection is enough.
@@ -141,7 +141,7 @@ class RangedDownload:
         self._position += size
         return chosen
 
-    def _receive(self, chosen: _Range, channel: Channel) -> None:
+    def _receive(self, chosen: _Range, channel: OpenChannel) -> None:
         """Receive what is missing of a range."""
         content, offset = chosen.content, chosen.start + len(chosen.content)
         is_last = chosen.start + chosen.size == self._file.size_bytes

@@ -15,6 +15,7 @@ from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.auth import pki_folder
 from fedplat_server.auth.pki_folder import PkiFolder
 from fedplat_server.config import Limits
+from hostile import broken_requests
 from support import daemons
 from support.http_channel import Answer, HttpPeer, headers_of, read_answer, request
 from support.raw_client import CHALLENGE, FLEET
@@ -77,6 +78,27 @@ async def test_headers_and_framing_that_are_not_valid_close_the_connection(peer:
         f"POST {PATH} HTTP/1.1\r\nhost: a\r\nbad header\r\n\r\n".encode(),
     ):
         assert (await peer.send(data)).status == 400, data
+
+
+@pytest.mark.parametrize("name", broken_requests.SMUGGLING)
+async def test_a_request_with_two_ends_is_refused_and_ends_its_connection(peer: HttpPeer, name: str) -> None:
+    """What follows could be another caller's request, hidden in this one behind a proxy that finds another end."""
+    reader, writer = await peer.open()
+    writer.write(broken_requests.SMUGGLING[name])
+    answers = await asyncio.wait_for(reader.read(), daemons.PATIENCE_S)
+    writer.close()
+    assert answers.startswith(b"HTTP/1.1 400 "), answers
+    assert answers.count(b"HTTP/1.1 ") == 1, answers
+
+
+async def test_requests_that_come_at_once_are_answered_in_turn(peer: HttpPeer) -> None:
+    """Pipelining: each has its answer, and an endless row of them is read no faster than it is answered."""
+    reader, writer = await peer.open()
+    paths = [PATH, f"{FLEET}Nothing", PATH] * 20
+    writer.write(b"".join(request(path, BODY, HEADERS) for path in paths))
+    statuses = [(await asyncio.wait_for(read_answer(reader), daemons.PATIENCE_S)).status for _ in paths]
+    assert statuses == [200, 501, 200] * 20
+    writer.close()
 
 
 async def test_a_forwarded_call_cannot_be_forged(peer: HttpPeer) -> None:

@@ -59,6 +59,7 @@ class _Problem(NamedTuple):
     headers: tuple[tuple[bytes, bytes], ...] = ()
 
 
+_CLOSE = ((b"connection", b"close"),)
 _NO_METHOD = _Problem(
     501, "there is no such method over HTTP; operators need the server's --http-operators, or gRPC", "unimplemented"
 )
@@ -145,6 +146,9 @@ def _check(scope: Scope, headers: dict[bytes, bytes]) -> _Problem | None:
     """Return what is wrong with the head of a request."""
     if sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope["raw_path"]) > MAX_HEADER_BYTES:
         return _Problem(431, f"the headers have more than {MAX_HEADER_BYTES} bytes")
+    if b"content-length" in headers and b"transfer-encoding" in headers:
+        # A proxy may go by the other one, and take the rest for the next request (RFC 9112, section 6.1).
+        return _Problem(400, "expected a content-length or a transfer-encoding, not both", headers=_CLOSE)
     if scope["method"] != "POST":
         return _Problem(405, "expected POST: each call is POST /SERVICE/METHOD", headers=((b"allow", b"POST"),))
     expected = http.OCTETS if scope["path"] == _UPLOAD else http.PROTO
