@@ -28,7 +28,7 @@ from google.protobuf.message import Message
 from fedplat import wire
 from fedplat.model import FLOATING, Parameters
 from fedplat.wire import auth, http
-from fedplat.wire.v1 import fleet_pb2
+from fedplat.wire.v1 import fleet_pb2, model_pb2
 
 FOLDER = Path(__file__).resolve().parent / "vectors"
 SEED = bytes(range(32))
@@ -107,7 +107,12 @@ def calls() -> list[tuple[str, Message]]:
                 token=TOKEN, digest=digest, num_examples=7.0, metrics={"loss": 0.25}, update=update
             ),
         ),
-        ("Fail", fleet_pb2.FailRequest(token=TOKEN, reason=21, text="the client has no trainer 'linear'")),
+        (
+            "Fail",
+            fleet_pb2.FailRequest(
+                token=TOKEN, reason=model_pb2.REASON_UNKNOWN_TRAINER, text="the client has no trainer 'linear'"
+            ),
+        ),
     ]
 
 
