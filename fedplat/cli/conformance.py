@@ -33,9 +33,10 @@ def conformance(
     limit: Annotated[float, typer.Option(min=1.0, metavar="SECONDS", help="Longest time of a case.")] = 60.0,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Run a client through the cases of the protocol over HTTP/1.1, with a scripted server on this machine.
+    """Run a client, in any language, through the cases of the protocol.
 
-    Prints a line for each case. The exit status is 1 if a case fails, or if one that is known to fail passes.
+    A scripted server on this machine plays them over HTTP/1.1. Prints a line for each case. The exit status is 1 if a
+    case fails, or if one that is known to fail passes.
     """
     with session.reporting(context, as_json) as output:
         try:
