@@ -26,7 +26,7 @@ BENCHMARKS := \
 	both_ways.py \
 	papers/private_utility.py
 
-.PHONY: all demo private secure warm-start gossip large test test-all test-durations test-gpu faults faults-page planted-faults hostile fuzz flower soak simulate-faults soak-attackers check check-texts check-types format proto bench bench-peers references papers papers-page bench-page job-reference metrics-page job-schema task-schema notebooks manifests dist compat docs images clean
+.PHONY: all demo private secure warm-start gossip large test test-all test-durations test-gpu faults faults-page planted-faults hostile fuzz flower soak simulate-faults soak-attackers check check-texts check-types format proto bench bench-peers references papers papers-page bench-page job-reference metrics-page job-schema task-schema notebooks typescript-messages manifests dist compat docs images clean
 all: demo
 
 $(STAMP): pyproject.toml client/pyproject.toml server/pyproject.toml constraints.txt
@@ -120,6 +120,11 @@ proto: $(STAMP) ## regenerate the stubs in fedplat/wire/v1
 	$(BIN)/python -m grpc_tools.protoc -I proto --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
 		--plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc --python_out=. --grpc_python_out=. \
 		--mypy_out=. --mypy_grpc_out=. proto/fedplat/wire/v1/*.proto
+
+typescript-messages: $(STAMP) ## regenerate the messages of clients/typescript, after npm ci there
+	$(BIN)/python -m grpc_tools.protoc -I proto --plugin=protoc-gen-es=clients/typescript/node_modules/.bin/protoc-gen-es \
+		--es_out=clients/typescript/src/messages --es_opt=target=ts,import_extension=js \
+		fedplat/wire/v1/fleet.proto fedplat/wire/v1/model.proto fedplat/wire/v1/gossip.proto
 
 dist: $(STAMP) ## build the wheels and sdists into dist/, and test them in empty environments; downloads wheels once
 	$(BIN)/python tests/distributions/run.py $(if $(TAG),--tag $(TAG))

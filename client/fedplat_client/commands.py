@@ -133,8 +133,11 @@ _IDENTITY_OPTIONS = (
         envvar="FEDPLAT_POPULATION",
         help="Population to use, if the data directory has identities for several.",
     ),
-    click.option(
-        "--data-dir", type=click.Path(path_type=Path, file_okay=False), help="Directory for identity and models."
+    _option(
+        "--data-dir",
+        type=click.Path(path_type=Path, file_okay=False),
+        envvar="FEDPLAT_CLIENT_DATA_DIR",
+        help="Directory for identity and models.",
     ),
 )
 """The options of each command: which client it is."""

@@ -59,6 +59,9 @@ COMMANDS: Mapping[str, Entry] = {
         "fedplat.cli.new:new", "Create a small project: a model, a client, a job to simulate and to submit, and tests."
     ),
     "data": Entry("fedplat.cli.data:app", "Pack training data into a few large files."),
+    "conformance": Entry(
+        "fedplat.cli.conformance:conformance", "Run a client, in any language, through the cases of the protocol."
+    ),
     "dashboard": Entry(
         "fedplat.cli.dashboard:dashboard", "Show a server, or the run folder of a simulation, in a browser."
     ),
