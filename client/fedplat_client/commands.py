@@ -14,6 +14,8 @@ from typing import Any, TypeAlias, TypedDict, Unpack
 import click
 
 from fedplat import texts
+from fedplat.command_line import about, groups, settings
+from fedplat.command_line.with_click import ClickCommands, config_option
 from fedplat.config import loaded_plugins
 from fedplat.errors import FedplatError, MissingExtraError, PluginError, TicketError
 from fedplat.secure_aggregation.messages import MAX_GROUP, MIN_GROUP
@@ -102,25 +104,36 @@ class _ClientArguments(TypedDict):
     plugins: Mapping[str, type | str]
 
 
-@click.group(help="The client of fedplat: training stays where the data is.")
-@click.version_option(__version__, prog_name="fedplat-client")
+@click.group(
+    cls=ClickCommands,
+    context_settings={**groups.HELP_SETTINGS},
+    help="The client of fedplat: training stays where the data is.",
+)
+@click.version_option(__version__, "-V", "--version", message=about.format_version("fedplat-client", __version__))
 def main() -> None:
     """Entry point of the command."""
+
+
+@main.command("version", help="Show the versions of the client, Python and the protocol.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def show_versions(as_json: bool) -> None:
+    """Show the versions."""
+    click.echo(about.format_about("fedplat-client", __version__, as_json=as_json))
 
 
 _option = functools.partial(click.option, show_envvar=True)
 _flag = functools.partial(_option, is_flag=True)
 _IDENTITY_OPTIONS = (
+    config_option,
     click.option(
         "--ticket",
         metavar="TICKET",
-        help="Enrollment ticket from the operator; default FEDPLAT_TICKET. "
-        "Prefer --ticket-file: all users of the host can see arguments.",
+        help="Enrollment ticket from the operator. Prefer --ticket-file: all users of the host can see arguments.",
     ),
     click.option(
         "--ticket-file",
         type=click.Path(path_type=Path, dir_okay=False),
-        help="File with the ticket; default FEDPLAT_TICKET_FILE. An enrolled client needs no ticket.",
+        help="File with the ticket. An enrolled client needs no ticket.",
     ),
     _option(
         "--server",
@@ -375,7 +388,7 @@ def identity(**options: Unpack[_IdentityOptions]) -> None:
 
 def _run(options: _ClientCommandOptions, create: Callable[[], Client], work: Callable[[Client], None]) -> None:
     log.set_up(options["log_level"])
-    if options["ticket"] is not None:
+    if settings.rank(click.get_current_context(), "ticket") == 0:
         click.echo(
             "Warning: --ticket shows the ticket to all users of this host, in the list of processes; "
             "use --ticket-file FILE or FEDPLAT_TICKET instead.",
@@ -452,7 +465,11 @@ def _read_arguments(options: _ClientCommandOptions) -> _ClientArguments:
 def _open_client(options: _IdentityOptions, given: _ClientArguments) -> Client:
     """Open the client named by the ticket or the options; without either, the one enrolled in the data directory."""
     server, population = options["server"], options["population"]
-    ticket = enrollment.find_ticket(options["ticket"], options["ticket_file"])
+    text, file, context = options["ticket"], options["ticket_file"], click.get_current_context()
+    ranks = settings.rank(context, "ticket"), settings.rank(context, "ticket_file")
+    if text is not None and file is not None and ranks not in ((0, 0), (2, 2)):  # of two variables the ticket counts
+        text, file = (text, None) if ranks[0] <= ranks[1] else (None, file)
+    ticket = enrollment.find_ticket(text, file)
     if ticket is not None:
         if (server or ticket.server, population or ticket.population) != (ticket.server, ticket.population):
             raise UsageError(

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import click
 import typer
-import typer.core
 import typer.main
 from typing_extensions import override
 
 from fedplat._version import __version__
 from fedplat.cli.options import AnyTimeoutOption, JsonOption
+from fedplat.command_line.groups import HELP_SETTINGS
+from fedplat.command_line.with_typer import TyperCommands, print_about, print_version
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A command: `module:name` of a group (a `Typer`) or of a function, what the list of commands says, its class."""
+    """A command: `module:name` of a group (a `Typer`) or of a function, what the list of commands says, its class.
 
+    `section` is the part of the list in which it is.
+    """
+
+    section: str
     reference: str
     text: str
     command_class: str = ""
@@ -44,45 +48,57 @@ def _import(reference: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+RESEARCH, JOBS, FLEET, SERVER = "Research", "Jobs", "Fleet", "Server"
 COMMANDS: Mapping[str, Entry] = {
-    "status": Entry("fedplat.cli.operators:status", "Show server status."),
-    "job": Entry("fedplat.cli.jobs:app", "Submit, follow and control jobs."),
-    "round": Entry("fedplat.cli.round_description:app", "Describe a round of a job."),
-    "model": Entry("fedplat.cli.models:app", "List and export a job's model versions."),
-    "client": Entry("fedplat.cli.clients:app", "List, describe and revoke clients."),
-    "enrollment": Entry("fedplat.cli.operators:enrollment_app", "Manage the tokens with which clients enroll."),
-    "privacy": Entry("fedplat.cli.privacy:app", "Plan, audit and show the privacy of jobs."),
-    "flower": Entry("fedplat.cli.flower:app", "Run Flower apps unchanged."),
-    "simulate": Entry("fedplat.cli.simulate:simulate", "Simulate a job and its fleet in virtual time."),
-    "sweep": Entry("fedplat.cli.sweep:sweep", "Simulate many configurations with several seeds, and compare them."),
     "new": Entry(
-        "fedplat.cli.new:new", "Create a small project: a model, a client, a job to simulate and to submit, and tests."
+        RESEARCH,
+        "fedplat.cli.new:new",
+        "Create a small project: a model, a client, a job to simulate and to submit, and tests.",
     ),
-    "data": Entry("fedplat.cli.data:app", "Pack training data into a few large files."),
+    "simulate": Entry(RESEARCH, "fedplat.cli.simulate:simulate", "Simulate a job and its fleet in virtual time."),
+    "sweep": Entry(
+        RESEARCH, "fedplat.cli.sweep:sweep", "Simulate many configurations with several seeds, and compare them."
+    ),
+    "flower": Entry(RESEARCH, "fedplat.cli.flower:app", "Run Flower apps unchanged."),
+    "data": Entry(RESEARCH, "fedplat.cli.data:app", "Pack training data into a few large files."),
     "conformance": Entry(
-        "fedplat.cli.conformance:conformance", "Run a client, in any language, through the cases of the protocol."
+        FLEET,
+        "fedplat.cli.conformance:conformance",
+        "Run a client, in any language, through the cases of the protocol.",
     ),
     "dashboard": Entry(
-        "fedplat.cli.dashboard:dashboard", "Show a server, or the run folder of a simulation, in a browser."
+        RESEARCH, "fedplat.cli.dashboard:dashboard", "Show a server, or the run folder of a simulation, in a browser."
     ),
-    "events": Entry("fedplat.cli.events:events", "Show the latest events of the server, the oldest first."),
+    "job": Entry(JOBS, "fedplat.cli.jobs:app", "Submit, follow and control jobs."),
+    "round": Entry(JOBS, "fedplat.cli.round_description:app", "Describe a round of a job."),
+    "model": Entry(JOBS, "fedplat.cli.models:app", "List and export a job's model versions."),
+    "privacy": Entry(JOBS, "fedplat.cli.privacy:app", "Plan, audit and show the privacy of jobs."),
+    "client": Entry(FLEET, "fedplat.cli.clients:app", "List, describe and revoke clients."),
+    "enrollment": Entry(FLEET, "fedplat.cli.operators:enrollment_app", "Manage the tokens with which clients enroll."),
+    "status": Entry(SERVER, "fedplat.cli.operators:status", "Show server status."),
+    "events": Entry(SERVER, "fedplat.cli.events:events", "Show the latest events of the server, the oldest first."),
     "audit": Entry(
+        SERVER,
         "fedplat.cli.operators:audit",
         "Show the audit log of operator actions, the latest rows last.",
         "fedplat.cli.lists:WatchableCommand",
     ),
-    "webhook": Entry("fedplat.cli.events:webhook_app", "Send the server's events to HTTP addresses."),
-    "operator": Entry("fedplat.cli.operators:app", "Manage the operators of the server."),
+    "webhook": Entry(SERVER, "fedplat.cli.events:webhook_app", "Send the server's events to HTTP addresses."),
+    "operator": Entry(SERVER, "fedplat.cli.operators:app", "Manage the operators of the server."),
+    "version": Entry(SERVER, "fedplat.cli.app:version", "Show the versions of fedplat, Python and the protocol."),
 }
 
 
-class CommandTree(typer.core.TyperGroup):
+class CommandTree(TyperCommands):
     """The group of all commands, whose list of names and texts imports none of them."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        self.commands.update({name: click.Command(name) for name in COMMANDS})  # for suggestions
         self._loaded: dict[str, click.Command] = {}
+
+    @override
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
 
     @override
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -92,26 +108,31 @@ class CommandTree(typer.core.TyperGroup):
 
     @override
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, entry.text) for name, entry in COMMANDS.items()])
+        width = max(map(len, COMMANDS))
+        for section in dict.fromkeys(entry.section for entry in COMMANDS.values()):
+            rows = [(name.ljust(width), entry.text) for name, entry in COMMANDS.items() if entry.section == section]
+            with formatter.section(section):
+                formatter.write_dl(rows)
 
 
-typer.core.HAS_RICH = False  # else typer 0.20 escapes the brackets of plain help for Rich: "\\[default: 1]"
-# No panels: usage errors are plain lines, like all other errors.
 app = typer.Typer(
     cls=CommandTree,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    suggest_commands=False,  # click suggests them, too
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={**HELP_SETTINGS},
 )
 
 
 def _print_version(is_set: bool) -> None:
     if is_set:
-        sys.stdout.write(f"fedplat {__version__}\n")
-        raise typer.Exit
+        print_version("fedplat", __version__)
+
+
+def version(context: typer.Context, as_json: JsonOption = False) -> None:
+    """Show the versions of fedplat, Python and the protocol."""
+    before = context.find_root().params.get("as_json", False)
+    print_about("fedplat", __version__, as_json=as_json or before)
 
 
 @app.callback()
@@ -143,8 +164,9 @@ def options(  # noqa: PLR0913 - a command's parameters are its options
     ] = False,
     as_json: JsonOption = False,
     timeout: AnyTimeoutOption = None,
-    version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", "-V", is_eager=True, callback=_print_version, help="Print the version and exit."),
     ] = False,
 ) -> None:
     """Operate a fedplat server: submit jobs, follow them, export models.
@@ -154,5 +176,5 @@ def options(  # noqa: PLR0913 - a command's parameters are its options
     """
     from fedplat.cli.session import Settings  # not for --help
 
-    del version  # handled by its callback
+    del show_version  # handled by its callback
     context.obj = Settings(server, as_json, profile, ca, insecure, timeout)

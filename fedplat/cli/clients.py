@@ -17,6 +17,7 @@ from fedplat.cli.options import JsonOption, ServerOption
 from fedplat.cli.output import ListColumn, ListLayout, to_record
 from fedplat.cli.round_description import StateOption
 from fedplat.cli.session import ClientArgument, CommandSession, FormatOption, session
+from fedplat.command_line.with_typer import make_group
 from fedplat.config import label_expressions
 from fedplat.texts import duration, format_count
 from fedplat.wire.v1 import admin_pb2
@@ -149,7 +150,7 @@ def _summarize(recent: admin_pb2.ListAssignmentsResponse) -> str:
     return total + counted + text
 
 
-app = typer.Typer(no_args_is_help=True, help="List, describe and revoke clients.", rich_markup_mode=None)
+app = make_group("List, describe and revoke clients.")
 
 
 class ClientStateChoice(enum.StrEnum):

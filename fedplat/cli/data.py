@@ -13,11 +13,12 @@ import numpy.typing as npt
 import typer
 
 from fedplat.cli import formats, options, session
+from fedplat.command_line.with_typer import make_group
 from fedplat.config import user_code
 from fedplat.errors import DataError
 from fedplat.packed import PackedIndex, PackedReader, PackedWriter
 
-app = typer.Typer(no_args_is_help=True, help="Pack training data into a few large files.", rich_markup_mode=None)
+app = make_group("Pack training data into a few large files.")
 
 Array: TypeAlias = npt.NDArray[Any]
 Pairs: TypeAlias = Iterator[tuple[Array, Array]]

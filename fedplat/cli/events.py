@@ -13,6 +13,7 @@ from fedplat.cli import formats, lists
 from fedplat.cli.options import JsonOption, ServerOption, TimeoutOption
 from fedplat.cli.output import ListColumn, ListLayout, Output, to_record
 from fedplat.cli.session import FAILED, INTERRUPTED, CommandSession, FormatOption, own_timeout_s, session
+from fedplat.command_line.with_typer import make_group
 from fedplat.wire.v1 import events_pb2
 
 DEFAULT_NUM_EVENTS = 50
@@ -116,9 +117,7 @@ def describe(event: events_pb2.Event) -> str:
     return "  ".join([*parts, event.text] if event.text else parts)
 
 
-webhook_app = typer.Typer(
-    no_args_is_help=True, help="Send the server's events to HTTP addresses.", rich_markup_mode=None
-)
+webhook_app = make_group("Send the server's events to HTTP addresses.")
 WebhookArgument = Annotated[str, typer.Argument(metavar="WEBHOOK", help="Id of the webhook.")]
 
 

@@ -18,6 +18,7 @@ from fedplat.cli import formats, jobs
 from fedplat.cli.options import JsonOption, TimeoutOption
 from fedplat.cli.output import Output
 from fedplat.cli.session import FAILED, INTERRUPTED, own_timeout_s, reporting, session
+from fedplat.command_line.with_typer import make_group
 from fedplat.simulation.clients.fleet import MAX_CLIENTS
 from fedplat.simulation.recording import folder as folders
 from fedplat.simulation.run_folder import RunFolderOptions
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 _SERVER_ROUND = "server-round"
 """The metric with the round of a Flower strategy, which has two sets of messages: to train, and to evaluate."""
-app = typer.Typer(no_args_is_help=True, help="Run Flower apps unchanged.")
+app = make_group("Run Flower apps unchanged.")
 
 
 @app.callback()

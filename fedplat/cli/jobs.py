@@ -15,6 +15,7 @@ from fedplat.cli import following, formats, job_description, job_files, job_list
 from fedplat.cli.options import JsonOption, ServerOption, TimeoutOption
 from fedplat.cli.output import Output, to_record
 from fedplat.cli.session import WRONG_USAGE, CommandSession, JobArgument, own_timeout_s, reporting, session
+from fedplat.command_line.with_typer import make_group
 from fedplat.errors import FedplatError, JobFileError, MissingExtraError
 from fedplat.job import JobSpec, calibrate, warnings
 from fedplat.rounds.protocols.base import find_training
@@ -24,7 +25,7 @@ from fedplat.simulation.scenario import schema as job_schema
 from fedplat.texts import format_count
 from fedplat.wire.v1 import admin_pb2
 
-app = typer.Typer(no_args_is_help=True, help="Submit, follow and control jobs.", rich_markup_mode=None)
+app = make_group("Submit, follow and control jobs.")
 
 LARGE_BYTES = 10 * 2**30
 """Size of all versions of a job above which it should limit them."""

@@ -8,9 +8,10 @@ from fedplat.cli import formats, lists, model_export, options
 from fedplat.cli.lists import LimitOption, WatchableCommand, WatchOption
 from fedplat.cli.output import ListColumn, ListLayout
 from fedplat.cli.session import FormatOption, JobArgument, session
+from fedplat.command_line.with_typer import make_group
 from fedplat.wire.v1 import admin_pb2
 
-app = typer.Typer(no_args_is_help=True, help="List and export a job's model versions.", rich_markup_mode=None)
+app = make_group("List and export a job's model versions.")
 
 
 LAYOUT = ListLayout[admin_pb2.ModelVersion](

@@ -16,11 +16,12 @@ from fedplat.cli.lists import LimitOption, Order, WatchableCommand, WatchOption
 from fedplat.cli.options import JsonOption, ServerOption
 from fedplat.cli.output import ListColumn, ListLayout, OutputFormat, to_record
 from fedplat.cli.session import FormatOption, own_timeout_s, session
+from fedplat.command_line.with_typer import make_group
 from fedplat.errors import ProfileError
 from fedplat.wire.auth import Ticket, is_address
 from fedplat.wire.v1 import admin_pb2
 
-app = typer.Typer(no_args_is_help=True, help="Manage the operators of the server.", rich_markup_mode=None)
+app = make_group("Manage the operators of the server.")
 
 
 @app.command("add")
@@ -129,9 +130,7 @@ def audit(  # noqa: PLR0913 - a command's parameters are its options
         lists.show(command, query, AUDIT_LAYOUT, limit, watch)
 
 
-enrollment_app = typer.Typer(
-    no_args_is_help=True, help="Manage the tokens with which clients enroll.", rich_markup_mode=None
-)
+enrollment_app = make_group("Manage the tokens with which clients enroll.")
 
 
 @enrollment_app.command("create")

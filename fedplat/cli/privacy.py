@@ -10,6 +10,7 @@ import typer
 from fedplat.cli import formats, options, planning, simulate
 from fedplat.cli.output import ListColumn, ListLayout, Output, to_record
 from fedplat.cli.session import WRONG_USAGE, FormatOption, session
+from fedplat.command_line.with_typer import make_group
 from fedplat.privacy.options import ADJACENCY
 from fedplat.texts import format_count
 from fedplat.wire.v1 import admin_pb2
@@ -139,7 +140,7 @@ def _number(epsilon: float) -> str:
     return f"{epsilon:.4g}" if math.isfinite(epsilon) else "infinite"
 
 
-app = typer.Typer(no_args_is_help=True, help="Plan, audit and show the privacy of jobs.")
+app = make_group("Plan, audit and show the privacy of jobs.")
 app.command("plan")(planning.plan)
 app.command("audit")(simulate.audit)
 app.command("show")(show)

@@ -13,10 +13,11 @@ from fedplat.admin.descriptions import largest_loss, list_facts
 from fedplat.cli import formats, lists, options, watch
 from fedplat.cli.output import ListColumn, ListLayout, Output, to_record
 from fedplat.cli.session import FormatOption, JobArgument, session
+from fedplat.command_line.with_typer import make_group
 from fedplat.texts import format_count
 from fedplat.wire.v1 import admin_pb2
 
-app = typer.Typer(no_args_is_help=True, help="Describe a round of a job.", rich_markup_mode=None)
+app = make_group("Describe a round of a job.")
 NUM_ASSIGNMENTS = 10
 NUM_LABELS = 40
 _LOST = ("FAILED", "REJECTED", "LATE")

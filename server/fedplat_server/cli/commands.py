@@ -10,15 +10,22 @@ from typing import Annotated
 
 import click
 import typer
-import typer.core
 from typing_extensions import override
 
-from fedplat import claims, errors, texts
-from fedplat.config import loaded_plugins, user_code
-from fedplat.flower.app import check_version, describe_app, read_app
-from fedplat_server import __version__, dashboard_process
-from fedplat_server.auth import addresses, pki_folder
-from fedplat_server.cli import init, prune, serving
+from fedplat import errors
+from fedplat.command_line.groups import HELP_SETTINGS
+from fedplat.command_line.with_typer import (
+    AboutJsonOption,
+    ConfigOption,
+    TyperCommands,
+    TyperConfiguredCommand,
+    make_group,
+    print_about,
+    print_version,
+)
+from fedplat_server import __version__
+from fedplat_server.auth import addresses
+from fedplat_server.cli import init, prune, run_options, serving
 from fedplat_server.cli import metrics as metrics_commands
 from fedplat_server.cli import workers as pool_commands
 from fedplat_server.cli.options import (
@@ -45,38 +52,30 @@ from fedplat_server.cli.options import (
     parse_host,
     parse_spool,
     protect,
-    repeat_options,
     with_store,
 )
 from fedplat_server.cli.serving import serve
 from fedplat_server.config import (
     DEFAULT_CACHE_BYTES,
-    DEFAULT_JOB_METRICS,
     LeaseTimes,
     Limits,
     ServerConfig,
-    TlsFiles,
-    is_postgres,
 )
 from fedplat_server.coordination import owner
 from fedplat_server.database import schema
 from fedplat_server.errors import ConfigError
-from fedplat_server.messages import validation
-from fedplat_server.metrics.job_series import MAX_METRICS
 from fedplat_server.storage import ownership
 from fedplat_server.webhooks import addresses as webhook_addresses
 
 ANY_HOST = frozenset({"0.0.0.0", "[::]", "::", "*"})
 """Hosts that mean every address of this machine."""
-typer.core.HAS_RICH = False  # else typer 0.20 escapes the brackets of plain help for Rich: "\\[default: 1]"
-# No panels: usage errors are plain lines, like all other errors.
 
 
 _HINT = re.compile(r"fedplat-server (init|run|pool run|certificates (renew|rotate-ca( --finish)?))(?=[ ;,)]|$)(?! --)")
 """A command line in a message that has no options yet."""
 
 
-class _Commands(typer.core.TyperGroup):
+class _Commands(TyperCommands):
     """The commands; a message that names another one repeats the options of the command line."""
 
     @override
@@ -96,28 +95,45 @@ def _repeat(message: str, options: str) -> str:
 
 
 app = typer.Typer(
-    cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+    cls=_Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={**HELP_SETTINGS},
 )
-database_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-app.add_typer(database_app, name="db", help="Manage the database.")
-app.add_typer(init.app, name="operator", help="Manage operators.")
-app.add_typer(init.certificates_app, name="certificates", help="Manage the server's TLS certificates.")
-app.add_typer(metrics_commands.app, name="metrics", help="Print the Grafana dashboard and the alert rules.")
-app.add_typer(pool_commands.app, name="pool", help="Run and inspect the worker pool.")
+database_app = make_group("Manage the database.")
+app.add_typer(database_app, name="db")
+app.add_typer(init.app, name="operator")
+app.add_typer(init.certificates_app, name="certificates")
+app.add_typer(metrics_commands.app, name="metrics")
+app.add_typer(pool_commands.app, name="pool")
 app.command("init")(init.init)
 app.command("dev")(serving.dev)
 app.command("prune")(prune.prune_)
 
 
-@app.callback(invoke_without_command=True)
-def common(version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False) -> None:
+def _print_version(is_set: bool) -> None:
+    if is_set:
+        print_version("fedplat-server", __version__)
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool,
+        typer.Option("--version", "-V", is_eager=True, callback=_print_version, help="Print the version and exit."),
+    ] = False,
+) -> None:
     """Run and manage a fedplat server."""
-    if version:
-        print(f"fedplat-server {__version__}")
-        raise typer.Exit
 
 
-@app.command()
+@app.command("version")
+def show_versions(as_json: AboutJsonOption = False) -> None:
+    """Show the versions of the server, Python and the protocol."""
+    print_about("fedplat-server", __version__, as_json=as_json)
+
+
+@app.command(cls=TyperConfiguredCommand)
 def run(  # noqa: PLR0913 -- one parameter for each option of the command line
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", envvar="FEDPLAT_LISTEN", help="Address to listen on.")
@@ -148,7 +164,11 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
     tls_ca: Annotated[
         Path | None, typer.Option(metavar="FILE", help="CA of --tls-certificate, if it is a private one (PEM).")
     ] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Serve without TLS, on loopback only.")] = False,
+    insecure: Annotated[
+        bool,
+        # Not FEDPLAT_INSECURE, by which operators call a server without TLS.
+        typer.Option("--insecure", envvar="FEDPLAT_SERVE_INSECURE", help="Serve without TLS, on loopback only."),
+    ] = False,
     insecure_anywhere: Annotated[
         bool, typer.Option("--insecure-anywhere", help="With --insecure, allow any address.")
     ] = False,
@@ -271,8 +291,12 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
     ] = "",
     log_level: LogLevel = "INFO",
     json_log: JsonLog = None,
+    config_file: ConfigOption = None,
 ) -> None:
-    """Run the daemon until SIGTERM or Ctrl-C."""
+    """Run the daemon until SIGTERM or Ctrl-C.
+
+    Options may also be given by the variables that are named below, and in the file of --config.
+    """
     host = parse_host(listen, "--listen")
     for address, option in (
         (mtls_listen, "--mtls-listen"),
@@ -289,22 +313,25 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
     if not evaluation_s > 0.0:
         raise ConfigError(f"--evaluation-s {evaluation_s}: expected a number of seconds above 0")
     if share_port:
-        _check_shared_port(listen, advertise, database or "")
-    job_metrics = _job_metrics(job_metric or [], metrics)
+        run_options.check_shared_port(listen, advertise, database or "")
+    job_metrics = run_options.read_job_metrics(job_metric or [], metrics)
     proxies = tuple(str(addresses.parse_network(text)) for text in trusted_proxy or ())
     http = check_http(http_listen, http_address, http_origin or [], operators=http_operators)
     networks = tuple(str(webhook_addresses.parse_network(text)) for text in webhook_network or ())
-    scorers, trainers = _parse_references(evaluator or [], "--evaluator"), _parse_references(trainer or [], "--trainer")
-    _check_dashboard(dashboard, insecure)
+    scorers, trainers = (
+        run_options.parse_references(evaluator or [], "--evaluator"),
+        run_options.parse_references(trainer or [], "--trainer"),
+    )
+    run_options.check_dashboard(dashboard, insecure)
     if insecure:
         for each in (host, *([http_listen.rpartition(":")[0]] if http_listen else [])):
-            _check_insecure(each, tls_certificate, insecure_anywhere)
+            run_options.check_insecure(each, tls_certificate, insecure_anywhere)
         files = None
     else:
-        files = _tls_files(data_dir, tls_certificate, tls_key, tls_ca)
+        files = run_options.find_tls_files(data_dir, tls_certificate, tls_key, tls_ca)
     place = blob_place(data_dir, blobs, blob_cache_mib)
-    flower_apps, app_versions = _read_flower_apps(flower_app or [])
-    plugins = _load_plugins(plugin or [])
+    flower_apps, app_versions = run_options.read_flower_apps(flower_app or [])
+    plugins = run_options.load_plugins(plugin or [])
     plugins = dataclasses.replace(plugins, versions=(*plugins.versions, *app_versions))
     config = ServerConfig(
         listen=listen,
@@ -341,113 +368,6 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
             "add --advertise HOST:PORT"
         )
     serve(config, log_level, json_log, traces=traces)
-
-
-def _job_metrics(names: list[str], metrics: str) -> tuple[str, ...]:
-    """Return the names of `--job-metric`, or the default ones. Raises `ConfigError` if they are invalid."""
-    if names and not metrics:
-        raise ConfigError("--job-metric needs --metrics HOST:PORT, which serves the metrics")
-    if len(set(names)) > MAX_METRICS:
-        raise ConfigError(f"--job-metric: {len(set(names))} names; expected at most {MAX_METRICS}")
-    for name in names:
-        if error := claims.check_metrics({name: 0.0}):
-            raise ConfigError(f"--job-metric: {error}")
-    return tuple(dict.fromkeys(names)) or DEFAULT_JOB_METRICS
-
-
-def _check_dashboard(address: str, insecure: bool) -> None:
-    if not address:
-        return
-    host = parse_host(address, "--dashboard")
-    dashboard_process.check_installed()
-    if insecure and host.strip("[]") not in pki_folder.LOOPBACK:
-        raise ConfigError(
-            f"--dashboard {address}: without TLS the dashboard listens on loopback only (127.0.0.1), because operators "
-            "enter their tokens there"
-        )
-
-
-def _check_shared_port(listen: str, advertise: str, database: str) -> None:
-    if not is_postgres(database):
-        raise ConfigError(
-            "--share-port is for daemons of one PostgreSQL; set its URL with FEDPLAT_DATABASE or --database"
-        )
-    shared, own = (int(address.rpartition(":")[2] or 0) for address in (listen, advertise))
-    if own in (0, shared):
-        raise ConfigError(
-            "--share-port needs --advertise HOST:PORT with another port, where the other daemons reach this one"
-        )
-    if shared == 0:
-        raise ConfigError(f"--listen {listen}: --share-port needs a port number that is the same for all daemons")
-
-
-def _check_insecure(host: str, certificate: Path | None, anywhere: bool) -> None:
-    if certificate is not None:
-        raise ConfigError("--insecure and --tls-certificate exclude each other; leave one out")
-    if not anywhere and host.strip("[]") not in pki_folder.LOOPBACK:
-        raise ConfigError(
-            f"--insecure on {host}: without TLS a server listens on loopback only (127.0.0.1). Use TLS (fedplat-server "
-            "init makes certificates), or add --insecure-anywhere on a network that you trust"
-        )
-
-
-def _tls_files(data_dir: Path, certificate: Path | None, key: Path | None, ca: Path | None) -> TlsFiles:
-    if (certificate is None) != (key is None) or (ca is not None and certificate is None):
-        raise ConfigError("--tls-certificate and --tls-key (and, if need be, --tls-ca) must be given together")
-    if certificate is not None and key is not None:
-        return TlsFiles(certificate, key, ca, renewal="")
-    files = pki_folder.PkiFolder.of(data_dir.resolve()).files
-    if not files.certificate.exists():
-        raise ConfigError(
-            f"there are no certificates in {files.certificate.parent}: make some with fedplat-server init"
-            f"{repeat_options()}, use your own with --tls-certificate FILE --tls-key FILE, or serve without TLS with "
-            "--insecure"
-        )
-    return dataclasses.replace(files, renewal=f"{files.renewal}{locate_data(data_dir)}")
-
-
-def _parse_references(items: list[str], option: str) -> dict[str, str]:
-    """Parse options `NAME=REF`. Raises `ConfigError` for errors that would appear only at the first use."""
-    references: dict[str, str] = {}
-    for item in items:
-        name, sign, reference = item.partition("=")
-        if not sign or not validation.is_name(name):
-            raise ConfigError(f"{option} {item}: expected NAME=module:name or NAME=/path/to/file.py:name")
-        if name in references:
-            raise ConfigError(f"{option} {item}: {name} is {references[name]} already")
-        try:
-            user_code.check(reference)
-        except errors.UserCodeError as exc:
-            raise ConfigError(f"{option} {item}: {exc}") from exc
-        references[name] = user_code.make_absolute(reference)
-    return references
-
-
-def _load_plugins(items: list[str]) -> loaded_plugins.LoadedPlugins:
-    try:
-        return loaded_plugins.load_plugins(loaded_plugins.parse_plugins(items))
-    except errors.PluginError as exc:
-        raise ConfigError(f"--plugin {exc}") from exc
-
-
-def _read_flower_apps(items: list[str]) -> tuple[dict[str, str], list[loaded_plugins.PluginVersion]]:
-    """Return the folders of Flower apps by name, and their versions."""
-    apps: dict[str, str] = {}
-    versions: list[loaded_plugins.PluginVersion] = []
-    for item in items:
-        name, sign, folder = item.partition("=")
-        if not sign or not folder or not re.fullmatch(texts.NAME_PATTERN, name):
-            raise ConfigError(f"--flower-app {item}: expected NAME=FOLDER, such as digits=/opt/digits")
-        if name in apps:
-            raise ConfigError(f"--flower-app {item}: {name} is {apps[name]} already")
-        try:
-            check_version()
-            app = read_app(Path(folder))
-        except errors.FedplatError as exc:
-            raise ConfigError(f"--flower-app {item}: {exc}") from exc
-        apps[name] = str(app.folder)
-        versions.append(describe_app(name, app))
-    return apps, versions
 
 
 @database_app.command()

@@ -16,6 +16,7 @@ import msgspec
 import typer
 
 from fedplat.admin import profile
+from fedplat.command_line.with_typer import make_group
 from fedplat.errors import ProfileError
 from fedplat_server import config, errors
 from fedplat_server.auth import pki_folder, tls
@@ -156,7 +157,7 @@ def _hostname() -> str:
     return name
 
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+app = make_group("Manage operators.")
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The operator's name.")]
 
 
@@ -259,7 +260,7 @@ def _day(unix_s: float) -> str:
     return datetime.datetime.fromtimestamp(unix_s, datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
-certificates_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+certificates_app = make_group("Manage the server's TLS certificates.")
 
 
 @certificates_app.command("show")

@@ -9,9 +9,10 @@ from typing import Annotated
 
 import typer
 
+from fedplat.command_line.with_typer import make_group
 from fedplat_server.errors import ConfigError
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+app = make_group("Print the Grafana dashboard and the alert rules.")
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to this file instead of the terminal.")
 ]

@@ -9,12 +9,13 @@ from typing import Annotated, Literal
 
 import typer
 
+from fedplat.command_line.with_typer import make_group
 from fedplat_server.cli.bench.command import make_command
 from fedplat_server.cli.options import DEFAULT_DATA_DIR, DataDir
 from fedplat_server.errors import ConfigError
 from fedplat_server.workers.client import WorkerPool
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+app = make_group("Run and inspect the worker pool.")
 app.command("bench")(make_command())
 Backend = Literal["auto", "gloo", "nccl"]
 

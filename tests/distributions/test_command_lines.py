@@ -1,0 +1,94 @@
+"""What all commands of the three programs have in common."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from fedplat._version import __version__
+from fedplat.command_line import settings
+from support.cli import trees
+
+PROGRAMS = ("fedplat", "fedplat-server", "fedplat-client")
+DAEMONS = [("fedplat-server", "run"), ("fedplat-client", "run"), ("fedplat-client", "flower")]
+pytestmark = pytest.mark.slow  # they import all commands; tests/core/command_line covers the mechanisms
+
+
+def invoke(program: str, *arguments: str) -> Any:
+    return CliRunner().invoke(trees.load_programs()[program], [*arguments], prog_name=program)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_each_command_has_both_names_of_help(program: str) -> None:
+    for node in trees.walk(program):
+        short, long = (invoke(program, *node.words[1:], flag) for flag in ("-h", "--help"))
+        assert short.exit_code == 0, node.words
+        assert short.output == long.output
+        assert short.output.startswith(f"Usage: {' '.join(node.words)} ")
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_versions_are_printed_in_one_form(program: str) -> None:
+    for flag in ("-V", "--version"):
+        assert invoke(program, flag).output == f"{program} {__version__}\n"
+    found = json.loads(invoke(program, "version", "--json").output)
+    assert (found["program"], found["version"], found["protocol"]) == (program, __version__, 1)
+    assert found["extras"]["torch"] is True
+    lines = invoke(program, "version").output.splitlines()
+    assert lines[0] == f"{program} {__version__}"
+    assert lines[2:3] == ["protocol  1"]
+    assert "torch" in lines[3]
+
+
+@pytest.mark.parametrize(("program", "group"), [("fedplat", "job"), ("fedplat-server", "db")])
+def test_a_suggestion_is_made_once(program: str, group: str) -> None:
+    wrong = {"job": "shw", "db": "upgrad"}[group]
+    right = {"job": "show", "db": "upgrade"}[group]
+    result = invoke(program, group, wrong)
+    assert result.exit_code == 2
+    assert result.output.count("Did you mean") == 1
+    assert f"'{right}'" in result.output
+
+
+def sample(option: click.Option) -> Any:
+    """Return a value of an option, as the file of `--config` has it."""
+    if option.is_flag:
+        return True
+    if isinstance(option.type, click.Choice):
+        return str(option.type.choices[-1]).lower()
+    if option.type.name.startswith("integer"):
+        return 9
+    if option.type.name.startswith("float"):
+        return 0.75
+    words = {"log-level": "ERROR", "cache-limit": "3GiB"}
+    return words.get(settings.name_of(option), "15" if option.metavar == "DURATION" else "a-b")
+
+
+@pytest.mark.parametrize(("program", "name"), DAEMONS)
+def test_each_option_of_a_daemon_is_a_variable_and_a_key_of_a_file(program: str, name: str, tmp_path: Path) -> None:
+    root = trees.load_programs()[program]
+    assert isinstance(root, click.Group)
+    command = root.commands[name]
+    options = [each for each in settings.list_options(command) if settings.name_of(each) != settings.CONFIG]
+    variables = [settings.list_variables(each)[0] for each in options]
+    assert len(set(variables)) == len(options) > 20
+    file = tmp_path / "options.toml"
+    arguments = ["app"] if name == "flower" else []
+    for option, variable in zip(options, variables, strict=True):
+        key, value = settings.name_of(option), sample(option)
+        assert variable.startswith("FEDPLAT_")
+        given = [f"--{key}"] if option.is_flag else [f"--{key}", str(value)]
+        file.write_text(f"{key} = {json.dumps([value] if option.multiple else value)}\n")
+        file.chmod(0o600)
+        ways = ((given, {}), ([], {variable: str(value)}), (["--config", str(file)], {}))
+        found: list[object] = []
+        for words, environment in ways:
+            with CliRunner(env=environment).isolation(env=environment):
+                context = command.make_context(name, [*words, *arguments], parent=click.Context(root))
+            found.append(context.params[option.name or ""])
+        assert found[0] == found[1] == found[2] != option.default, key
