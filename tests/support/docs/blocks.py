@@ -50,6 +50,7 @@ OWN_TESTS = {
     ("docs/packed-data.md", "file"): "tests/core/packed/test_page.py::test_its_code_runs",
     ("docs/packed-data.md", "pack"): "tests/core/packed/test_page.py::test_its_code_runs",
     ("docs/packed-data.md", "train"): "tests/core/packed/test_page.py::test_its_code_runs",
+    ("docs/runbook.md", "bash"): "tests/docs/test_runbook.py::test_every_command_runs",
     ("docs/simulation.md", "bash"): "tests/e2e/test_readme.py::test_simulations",
     ("docs/simulation.md", "data"): (
         "tests/core/simulation/test_data_files.py::test_a_simulation_learns_from_each_source_on_the_page"
