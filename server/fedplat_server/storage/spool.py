@@ -38,7 +38,6 @@ import functools
 import hashlib
 import resource
 import threading
-import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -66,7 +65,7 @@ from fedplat_server.storage.spool_file import (
     resume_upload,
     spool_path_of,
 )
-from fedplat_server.storage.update_files import UpdateFiles
+from fedplat_server.storage.update_files import UpdateFiles, name_fetched
 
 PREFETCH_THREADS = 4
 MAX_ROWS = 2000
@@ -435,7 +434,7 @@ class Spool:
         """Get an update from the backend, which the folder never had, or has lost or damaged."""
         with self._lock:
             fetching = self._fetching.setdefault(key, threading.Lock())
-        temporary = self.folder / f".{uuid.uuid4().hex}.tmp"  # the next start removes what a crash leaves
+        temporary = name_fetched(self.folder)
         with fetching, files.translate_os_errors("fetching an update", "updates"):
             if self._find_complete(key, digest, seal=False) is not None:
                 return

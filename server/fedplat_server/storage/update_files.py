@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import re
 import shutil
 import threading
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,9 +14,17 @@ from fedplat import durable
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat_server import crash_points
 from fedplat_server.errors import UploadError
-from fedplat_server.storage import spare_files
+from fedplat_server.storage import files, spare_files
 from fedplat_server.storage.spare_files import IdleWatch, SpareFiles
 from fedplat_server.storage.spool_file import OpenUpload, SpoolFile, discard, name_attempt, name_update, spool_path_of
+
+_TEMPORARY = ".tmp"
+_FETCHED = re.compile(rf"\.[0-9a-f]{{32}}{re.escape(_TEMPORARY)}")
+
+
+def name_fetched(folder: Path) -> Path:
+    """Return the path of an update that is being fetched; the next start removes what a crash leaves (`keep`)."""
+    return folder / f".{uuid.uuid4().hex}{_TEMPORARY}"
 
 
 class UpdateFiles:
@@ -60,6 +70,9 @@ class UpdateFiles:
     def keep(self, attempts: Mapping[str, set[str]]) -> None:
         """Remember the files of needed updates (`name_update`) in the folders of attempts, and remove the others."""
         self.spare.clear()
+        for path in files.match(self._folder, f"*{_TEMPORARY}"):
+            if _FETCHED.fullmatch(path.name):  # the operator may have others
+                path.unlink(missing_ok=True)
         for name, updates in attempts.items():
             if (self._folder / name).is_dir():
                 self._keep(self._folder / name, updates)
