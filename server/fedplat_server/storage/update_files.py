@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import shutil
 import threading
 import uuid
-from collections.abc import Mapping
 from pathlib import Path
 
 from fedplat import durable
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat_server import crash_points
 from fedplat_server.errors import UploadError
-from fedplat_server.storage import files, spare_files
-from fedplat_server.storage.spare_files import IdleWatch, SpareFiles
+from fedplat_server.storage import files
 from fedplat_server.storage.spool_file import OpenUpload, SpoolFile, discard, name_attempt, name_update, spool_path_of
 
 _TEMPORARY = ".tmp"
@@ -23,7 +20,7 @@ _FETCHED = re.compile(rf"\.[0-9a-f]{{32}}{re.escape(_TEMPORARY)}")
 
 
 def name_fetched(folder: Path) -> Path:
-    """Return the path of an update that is being fetched; the next start removes what a crash leaves (`keep`)."""
+    """Return the path of an update that is being fetched. `clear_fetched` removes what a crash leaves there."""
     return folder / f".{uuid.uuid4().hex}{_TEMPORARY}"
 
 
@@ -32,8 +29,6 @@ class UpdateFiles:
 
     def __init__(self, folder: Path) -> None:
         self.lock = threading.Lock()  # taken before the lock of a file, never after
-        self.spare = SpareFiles(folder)
-        self.idle = IdleWatch(self.spare)
         self.files: dict[AssignmentId, SpoolFile] = {}
         self.writers: dict[SpoolFile, OpenUpload] = {}
         self._folder = folder
@@ -67,21 +62,18 @@ class UpdateFiles:
         """Return whether any update of an attempt is expected."""
         return attempt in self._needed
 
-    def keep(self, attempts: Mapping[str, set[str]]) -> None:
-        """Remember the files of needed updates (`name_update`) in the folders of attempts, and remove the others."""
-        self.spare.clear()
+    def clear_fetched(self) -> None:
+        """Remove what an earlier process was fetching when it was killed."""
         for path in files.match(self._folder, f"*{_TEMPORARY}"):
             if _FETCHED.fullmatch(path.name):  # the operator may have others
                 path.unlink(missing_ok=True)
-        for name, updates in attempts.items():
-            if (self._folder / name).is_dir():
-                self._keep(self._folder / name, updates)
 
-    def _keep(self, folder: Path, names: set[str]) -> None:
-        for path in list(folder.iterdir()):
+    def keep(self, folder: Path, names: set[str]) -> None:
+        """Remember the files of needed updates (by `name_update`) in an attempt's folder, and remove the others."""
+        for path in folder.iterdir():
             name = path.name.partition("-")[0]
             if name in names:
-                self._leftovers.setdefault(name, []).append(spare_files.restore(path))
+                self._leftovers.setdefault(name, []).append(path)
             else:
                 path.unlink()
 
@@ -105,11 +97,6 @@ class UpdateFiles:
         path.chmod(0o600)
         return SpoolFile(path, digest)
 
-    def make(self, key: AssignmentId, name: str, size_bytes: int) -> SpoolFile:
-        """Return the file of a new update."""
-        self.make_folder(key.attempt)
-        return self.spare.make(key, spool_path_of(self._folder, key, name), name, size_bytes)
-
     def adopt(self, key: AssignmentId, digest: str, path: Path) -> None:
         """Move a file with a durable copy elsewhere into the folder of its attempt."""
         self.make_folder(key.attempt)
@@ -122,7 +109,7 @@ class UpdateFiles:
             path.unlink(missing_ok=True)
         file = self.files.pop(key, None)
         if file is not None:
-            discard(file, self.writers, functools.partial(self.spare.put, key))
+            discard(file, self.writers)
 
     def make_folder(self, attempt: AttemptKey) -> None:
         """Create the folder of an attempt durably, if it does not exist."""
