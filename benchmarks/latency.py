@@ -1,6 +1,6 @@
 """Measure the download of a model and the upload of an update over lines with latency and loss.
 
-    sudo python benchmarks/latency.py [--line "200 50 0 cubic"] [--model-bytes 100000000] [--repeat 1]
+    sudo python benchmarks/latency.py [--line "200 50 0 cubic"] [--model-bytes 100000000] [--repeat 1] [--only up]
 
 A line is its rate in Mbit/s, its round trip in ms, its loss in percent, and TCP's congestion control. `link.py` makes
 it between two network namespaces, which needs root, /dev/net/tun and the commands ip, nsenter and unshare, and changes
@@ -16,9 +16,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import typer
 from rich.console import Console
@@ -60,13 +60,14 @@ class Line(NamedTuple):
 LINES = (Line(200, 50, 0, "cubic"), Line(200, 50, 1, "cubic"), Line(200, 50, 1, "bbr"))
 
 
-def main(
+def main(  # noqa: PLR0913 -- one parameter for each option of the command line
     line: Annotated[list[str] | None, typer.Option(help="Rate, round trip, loss, congestion; repeatable.")] = None,
     model_bytes: Annotated[int, typer.Option(min=4, help="Size of the model, float32.")] = 100_000_000,
     lossy_bytes: Annotated[
         int, typer.Option(min=4, help="The same for lines with loss and another congestion control than bbr.")
     ] = 10_000_000,
     repeat: Annotated[int, typer.Option(min=1, help="Number of measurements; the median is shown.")] = 1,
+    only: Annotated[Literal["down", "up"] | None, typer.Option(help="Measure one direction.")] = None,
     as_json: report.JsonOption = False,
     save: report.SaveOption = False,
 ) -> None:
@@ -76,7 +77,7 @@ def main(
     rows: list[tuple[report.Cell, ...]] = []
     for each in lines:
         is_slow = each.loss_percent > 0 and each.congestion != "bbr"
-        rows += measure(each, lossy_bytes if is_slow else model_bytes, repeat)
+        rows += measure(each, lossy_bytes if is_slow else model_bytes, repeat, (only,) if only else ("down", "up"))
     answer = report.Report(
         name="latency",
         title="Models down to a client and updates up, over lines with latency and loss",
@@ -120,14 +121,14 @@ def _wait_for(process: subprocess.Popen[str]) -> None:
         raise SystemExit("the line could not be made; see above")
 
 
-def measure(line: Line, size: int, repeat: int) -> list[tuple[report.Cell, ...]]:
+def measure(line: Line, size: int, repeat: int, directions: Sequence[str]) -> list[tuple[report.Cell, ...]]:
     """Return a row for each direction and side."""
     rows: list[tuple[report.Cell, ...]] = []
     with contextlib.ExitStack() as stack:
         network = stack.enter_context(connected(line))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         sides = stack.enter_context(transfer.sides(folder, True, 1, size, CHUNK_BYTES, network))
-        for direction in ("down", "up"):
+        for direction in directions:
             runs = [[side.move(direction, 1)[0] for side in sides] for _ in range(repeat)]
             for name, *times in zip([side.name for side in sides], *runs, strict=True):
                 seconds = statistics.median(times)

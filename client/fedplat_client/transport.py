@@ -5,7 +5,7 @@ Messages are serialized before gRPC sees them, so that a client signs exactly th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
@@ -157,14 +157,14 @@ class Method(Generic[Response]):
         """The method's name in gRPC and in signatures."""
         return f"/{self.service}/{self.name}"
 
-    def start(self, channel: Channel, request: bytes, timeout_s: float, metadata: Metadata) -> _Future[Response]:
+    def start(self, channel: Channel, request: bytes, timeout_s: float, metadata: Metadata) -> PendingCall[Response]:
         """Start the call; the future's result is its response."""
         method = channel.unary_unary(self.path, response_deserializer=self.response.FromString)
         return method.future(request, timeout=timeout_s, metadata=metadata)
 
     def start_sending(
         self, channel: Channel, requests: Iterator[bytes], timeout_s: float, metadata: Metadata
-    ) -> _Future[Response]:
+    ) -> PendingCall[Response]:
         """Start the call with a stream of requests."""
         method = channel.stream_unary(self.path, response_deserializer=self.response.FromString)
         return method.future(requests, timeout=timeout_s, metadata=metadata)
@@ -183,14 +183,27 @@ def _decode_piece(message: bytes) -> messages.Bytes:
 Response_co = TypeVar("Response_co", covariant=True)
 
 
-class _Future(Protocol[Response_co]):
-    """A call in flight, as gRPC returns it."""
+class PendingCall(Protocol[Response_co]):
+    """A call in flight, as gRPC returns it: `grpc.Future` and `grpc.Call`."""
 
-    def result(self) -> Response_co: ...
-    def cancel(self) -> object: ...
+    def result(self) -> Response_co:
+        """Wait for the response."""
+        ...
+
+    def cancel(self) -> object:
+        """Cancel the call, unless it has ended."""
+        ...
+
+    def code(self) -> grpc.StatusCode:
+        """Wait for the status."""
+        ...
+
+    def add_done_callback(self, fn: Callable[[Any], None], /) -> object:
+        """Call a function with this object once the call has ended."""
+        ...
 
 
-def result(future: _Future[Response_co], signal: cancellation.StopSignal) -> Response_co:
+def result(future: PendingCall[Response_co], signal: cancellation.StopSignal) -> Response_co:
     """Return the response of a call; cancel the call when the signal is set. Raises `CallError` or `Cancelled`."""
     with signal.attach(future.cancel):
         try:

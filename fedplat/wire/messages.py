@@ -102,10 +102,11 @@ CHUNK: Final = model_pb2.Chunk.DESCRIPTOR.fields_by_name["data"].number
 """Field number of `Chunk.data`."""
 UPLOAD: Final = fleet_pb2.UploadRequest.DESCRIPTOR.fields_by_name["data"].number
 """Field number of `UploadRequest.data`."""
+_POSITION: Final = fleet_pb2.UploadRequest.DESCRIPTOR.fields_by_name["position"].number
 
-_LENGTH_DELIMITED = 2
-_MAX_VARINT = 5
-"""Maximum bytes of an encoded length, enough for lengths far above the limit of a message."""
+_VARINT, _LENGTH_DELIMITED = 0, 2
+_MAX_VARINT = 10
+"""Maximum bytes of an encoded number of 64 bits."""
 
 
 def frame_field(field: int, data: Bytes) -> bytes:
@@ -114,27 +115,66 @@ def frame_field(field: int, data: Bytes) -> bytes:
     >>> frame_field(CHUNK, b"abc") == model_pb2.Chunk(data=b"abc").SerializeToString()
     True
     """
-    head, length = bytearray([field << 3 | _LENGTH_DELIMITED]), len(data)
-    while length > 0x7F:
-        head.append(length & 0x7F | 0x80)
-        length >>= 7
-    head.append(length)
-    return b"".join((head, data))
+    return b"".join((_frame_head(field, data), data))
 
 
-def unframe_field(field: int, message: bytes) -> memoryview | None:
+def frame_part(position: int, data: Bytes) -> bytes:
+    """Encode data of an upload with their position in the file.
+
+    >>> message = fleet_pb2.UploadRequest.FromString(frame_part(1000, b"abc"))
+    >>> message.position, message.data
+    (1000, b'abc')
+    """
+    head = bytes([_POSITION << 3 | _VARINT]) + _encode_number(position)
+    return b"".join((head, _frame_head(UPLOAD, data), data))
+
+
+def unframe_field(field: int, message: Bytes) -> memoryview | None:
     """Return the bytes of a message with this field only; None for any other, which must be parsed by protobuf.
 
     >>> bytes(unframe_field(CHUNK, frame_field(CHUNK, b"abc")))
     b'abc'
     >>> unframe_field(UPLOAD, frame_field(CHUNK, b"abc"))
     """
-    if not message or message[0] != field << 3 | _LENGTH_DELIMITED:
+    if not message or message[0] != field << 3 | _LENGTH_DELIMITED or (read := _read_number(message, 1)) is None:
         return None
-    length = 0
-    for position, byte in enumerate(message[1 : 1 + _MAX_VARINT]):
-        length |= (byte & 0x7F) << 7 * position
+    length, start = read
+    return memoryview(message)[start:] if start + length == len(message) else None
+
+
+def unframe_part(message: bytes) -> tuple[int, memoryview] | None:
+    """Return the position and the bytes of a message of `frame_part`; None for any other.
+
+    >>> position, data = unframe_part(frame_part(1000, b"abc"))
+    >>> position, bytes(data)
+    (1000, b'abc')
+    >>> unframe_part(frame_field(UPLOAD, b"abc"))
+    """
+    if not message or message[0] != _POSITION << 3 | _VARINT or (read := _read_number(message, 1)) is None:
+        return None
+    position, start = read
+    data = unframe_field(UPLOAD, memoryview(message)[start:])
+    return (position, data) if data is not None and position < 2**64 else None
+
+
+def _frame_head(field: int, data: Bytes) -> bytes:
+    return bytes([field << 3 | _LENGTH_DELIMITED]) + _encode_number(len(data))
+
+
+def _encode_number(number: int) -> bytes:
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
+
+
+def _read_number(message: Bytes, start: int) -> tuple[int, int] | None:
+    """Return the number that is encoded from `start` on, and where it ends; None if it does not end."""
+    number = 0
+    for position, byte in enumerate(message[start : start + _MAX_VARINT]):
+        number |= (byte & 0x7F) << 7 * position
         if byte < 0x80:
-            start = 2 + position
-            return memoryview(message)[start:] if start + length == len(message) else None
+            return number, start + position + 1
     return None

@@ -11,10 +11,12 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+from typing_extensions import override
 
 from fedplat.rounds import AssignmentId, AttemptKey
-from fedplat_server.errors import BlobFullError, UploadError
+from fedplat_server.errors import BlobFullError, BlobUnavailableError, UploadError
 from fedplat_server.storage.spool import Spool
+from fedplat_server.storage.spool_backend import FolderBackend
 from fedplat_server.storage.spool_file import name_attempt
 
 DATA = bytes(range(256)) * 40
@@ -274,3 +276,33 @@ def test_memory_does_not_grow_with_the_upload(uploads: Spool) -> None:
     finally:
         tracemalloc.stop()
     assert peak < 4 << 20
+
+
+class CutBackend(FolderBackend):
+    """A backend with a copy of each update, whose connection breaks in the middle of the first one."""
+
+    temporary: Path | None = None
+
+    @override
+    def has_copy(self, key: AssignmentId, digest: str) -> bool:
+        return True
+
+    @override
+    def fetch(self, key: AssignmentId, digest: str, path: Path) -> None:
+        self.temporary = path
+        path.write_bytes(DATA[:100])
+        raise BlobUnavailableError("the store is away")
+
+
+def test_a_start_removes_what_a_process_had_fetched_when_it_was_killed(tmp_path: Path) -> None:
+    backend = CutBackend()
+    spool = Spool(tmp_path, backend=backend)
+    spool.expect([KEY])
+    with pytest.raises(BlobUnavailableError):
+        spool.complete(KEY, DIGEST)
+    assert backend.temporary is not None
+    assert not backend.temporary.exists()
+    backend.temporary.write_bytes(DATA[:100])  # as a process leaves it that ends there
+    (tmp_path / "notes.tmp").write_text("of the operator")
+    Spool(tmp_path).keep([KEY])
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["notes.tmp"]

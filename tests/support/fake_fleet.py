@@ -51,6 +51,8 @@ class FakeFleet(fleet_pb2_grpc.FleetServicer):
         self.stop: fleet_pb2.Refusal | None = None
         self.proceed = fleet_pb2.Continue(remaining_s=60.0)
         self.digest_last = True  # False: a server before 0.2
+        self.max_calls = 4  # of an upload; 0: a server before 0.2
+        self.refuse_additional: tuple[grpc.StatusCode, str] | None = None
         # What clients said.
         self.calls: list[str] = []
         self.requests: dict[str, list[Any]] = defaultdict(list)
@@ -58,6 +60,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServicer):
         self.sent_bytes: list[int] = []
         self.downloading: list[str] = []  # the connection of each download
         self.received_bytes: list[int] = []
+        self.positioned: list[bool] = []  # whether each part of an upload had its position
 
     @property
     def address(self) -> str:
@@ -160,12 +163,14 @@ class FakeFleet(fleet_pb2_grpc.FleetServicer):
     def Upload(self, request_iterator: Iterator[fleet_pb2.UploadRequest], context: Any) -> fleet_pb2.UploadResponse:
         header = next(request_iterator).header
         self._enter("Upload", header, context)
+        if header.additional and self.refuse_additional is not None:
+            _abort(context, *self.refuse_additional)
         data = self.uploads[self._name_of(header, context)]
-        if header.offset != len(data):
+        if not header.additional and header.offset != len(data):
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"expected offset {len(data)}")
         limit = self.cut_uploads.pop(0) if self.cut_uploads else header.size_bytes
         for request in request_iterator:
-            data += request.data[: max(0, limit - len(data))]
+            self._append(data, request, limit, context)
             if len(data) >= limit:
                 break
         self.received_bytes.append(len(data) - header.offset)
@@ -174,9 +179,21 @@ class FakeFleet(fleet_pb2_grpc.FleetServicer):
         self._leave("Upload", context)
         return fleet_pb2.UploadResponse(received_bytes=len(data))
 
+    def _append(self, data: bytearray, request: fleet_pb2.UploadRequest, limit: int, context: Any) -> None:
+        """Appends a part in its turn, unless the call ends before."""
+        is_positioned = request.HasField("position")
+        self.positioned.append(is_positioned)
+        if is_positioned:
+            self._wait(context, 60.0, lambda: len(data) == request.position)
+        with self.changed:
+            if not is_positioned or len(data) == request.position:
+                data += request.data[: max(0, limit - len(data))]
+            self.changed.notify_all()
+
     def QueryUpload(self, request: fleet_pb2.QueryUploadRequest, context: Any) -> fleet_pb2.QueryUploadResponse:
         self._enter("QueryUpload", request, context)
-        return fleet_pb2.QueryUploadResponse(received_bytes=len(self.uploads[self._name_of(request, context)]))
+        num_received = len(self.uploads[self._name_of(request, context)])
+        return fleet_pb2.QueryUploadResponse(received_bytes=num_received, max_calls=self.max_calls)
 
     def _name_of(self, request: fleet_pb2.UploadHeader | fleet_pb2.QueryUploadRequest, context: Any) -> str:
         """The name of an upload; a server before 0.2 does not know ids."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
@@ -19,7 +20,16 @@ from fedplat_client._state.data_dir import SigningKey
 from fedplat_client.cancellation import StopSignal
 from fedplat_client.errors import CallError, CallRefusedError, IncompatibleServerError, ServerUnavailableError
 from fedplat_client.link import ServerLink
-from fedplat_client.transport import Channel, Metadata, Method, OpenChannel, Response, result, translate_error
+from fedplat_client.transport import (
+    Channel,
+    Metadata,
+    Method,
+    OpenChannel,
+    PendingCall,
+    Response,
+    result,
+    translate_error,
+)
 
 _CHALLENGE = Method("GetChallenge", fleet_pb2.GetChallengeResponse)
 _OPEN = Method("OpenSession", fleet_pb2.OpenSessionResponse)
@@ -167,6 +177,36 @@ _MAX_TRIES = 3
 """Maximum attempts of one call: its session may be lost again while it is in flight."""
 
 
+class UploadCall:
+    """A call that sends an upload, or parts of it."""
+
+    def __init__(
+        self, call: PendingCall[fleet_pb2.UploadResponse], translate: Callable[[errors.CallError], errors.CallError]
+    ) -> None:
+        self._call = call
+        self._translate = translate
+
+    def result(self, signal: StopSignal) -> int:
+        """Wait until the call has ended; return the number of bytes that the server then had."""
+        try:
+            return result(self._call, signal).received_bytes
+        except CallError as exc:
+            raise self._translate(exc) from exc
+
+    def cancel(self) -> None:
+        """Cancel the call, unless it has ended."""
+        self._call.cancel()
+
+    def on_failure(self, callback: Callable[[UploadCall], None]) -> None:
+        """Call `callback`, in a thread of gRPC, if the call fails or has failed, or is cancelled."""
+
+        def check(call: PendingCall[fleet_pb2.UploadResponse]) -> None:
+            if call.code() is not grpc.StatusCode.OK:
+                callback(self)
+
+        self._call.add_done_callback(check)
+
+
 class Connection:
     """The calls of an enrolled client.
 
@@ -201,9 +241,9 @@ class Connection:
         self._limit_wait(request)
         return self._call(_HEARTBEAT, request, signal, request.wait_s + self._timeout_s)
 
-    def query_upload(self, request: fleet_pb2.QueryUploadRequest, signal: StopSignal) -> int:
-        """Return how many bytes of an update, or of a file for another client, the server has."""
-        return self._call(_QUERY_UPLOAD, request, signal, self._timeout_s).received_bytes
+    def query_upload(self, request: fleet_pb2.QueryUploadRequest, signal: StopSignal) -> fleet_pb2.QueryUploadResponse:
+        """Return how many bytes of an update, or of a file for another client, the server has, and may receive."""
+        return self._call(_QUERY_UPLOAD, request, signal, self._timeout_s)
 
     def renew_certificate(
         self, request: fleet_pb2.RenewCertificateRequest, signal: StopSignal
@@ -283,21 +323,24 @@ class Connection:
     def _upload(
         self, header: fleet_pb2.UploadHeader, parts: Iterator[messages.Bytes], timeout_s: float, signal: StopSignal
     ) -> int:
+        framed = (messages.frame_field(messages.UPLOAD, part) for part in parts)
+        return self.start_upload(header, framed, timeout_s, signal).result(signal)
+
+    @property
+    def can_share_upload(self) -> bool:
+        """True if several calls may bring an upload."""
+        return self._link is None or self._link.http is None
+
+    def start_upload(
+        self, header: fleet_pb2.UploadHeader, parts: Iterator[bytes], timeout_s: float, signal: StopSignal
+    ) -> UploadCall:
+        """Start to send a header and then messages, which gRPC draws in a thread of its own."""
         first = fleet_pb2.UploadRequest(header=header).SerializeToString()
-
-        def requests() -> Iterator[bytes]:
-            yield first
-            for part in parts:
-                yield messages.frame_field(messages.UPLOAD, part)
-
         used = self._access.authenticate(_UPLOAD.path, first, signal)
-        try:
-            return result(
-                _UPLOAD.start_sending(used.channel, requests(), timeout_s, used.metadata + spans.current_metadata()),
-                signal,
-            ).received_bytes
-        except CallError as exc:
-            raise self._translate_stream_error(used, exc) from exc
+        requests = itertools.chain([first], parts)
+        metadata = used.metadata + spans.current_metadata()
+        call = _UPLOAD.start_sending(used.channel, requests, timeout_s, metadata)
+        return UploadCall(call, lambda exc: self._translate_stream_error(used, exc))
 
     def _limit_wait(
         self, request: fleet_pb2.CheckInRequest | fleet_pb2.HeartbeatRequest | fleet_pb2.StepRequest

@@ -16,8 +16,12 @@ from fedplat import wire
 from fedplat.model import Difference
 from fedplat.wire import digests
 
-_FAST_PART_S = 0.5
+FAST_PART_S = 0.5
 """If a part was sent within this time, the next one is larger."""
+LATENT_PART_S = 0.01
+"""If a large part took longer than this to send, it may have waited for a round trip."""
+_SIZES = tuple(sixteenths * wire.CHUNK_BYTES // 16 for sixteenths in (16, 13, 15, 12, 14))
+"""The sizes of large parts, in turn. Equal ones over several streams would all end, and wait, at the same time."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +76,18 @@ class _Pace:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
+        self._turn = 0
         self.size = wire.UPLOAD_CHUNK_BYTES
 
     def send(self, part: memoryview) -> Iterator[memoryview]:
         """Yield a part, and measure how long its receiver takes."""
         began = self._clock()
         yield part
-        is_fast = self._clock() - began < _FAST_PART_S
-        self.size = min(2 * self.size, wire.CHUNK_BYTES) if is_fast else wire.UPLOAD_CHUNK_BYTES
+        elapsed_s = self._clock() - began
+        self.size = min(2 * self.size, wire.CHUNK_BYTES) if elapsed_s < FAST_PART_S else wire.UPLOAD_CHUNK_BYTES
+        if self.size == wire.CHUNK_BYTES and elapsed_s >= LATENT_PART_S:
+            self._turn = (self._turn + 1) % len(_SIZES)
+            self.size = _SIZES[self._turn]
 
 
 class StreamedUpdate:

@@ -29,6 +29,7 @@ from fedplat_client._auth.authenticator import Connection
 from fedplat_client._state.model_cache import ModelCache, PartialDownload
 from fedplat_client._work import heartbeat, ranges
 from fedplat_client._work.content import Outgoing, StreamedUpdate
+from fedplat_client._work.upload_calls import UploadCalls
 from fedplat_client.task import Control
 
 Source: TypeAlias = model_pb2.ModelRef | fleet_pb2.ModelDelta
@@ -104,12 +105,13 @@ class _Upload:
 
     def run(self) -> None:
         control, size_bytes = self.control, self.content.size_bytes
+        calls = UploadCalls(self.connection, control)
         patience = _Patience(control, "the upload of the update")
         offset = 0
         while True:
             retry = None
             try:
-                num_received = self._send(offset)
+                num_received = calls.send(self._header(offset), self.content)
                 error = "the server stored only a part"
             except errors.ServerBusyError as exc:
                 control.wait(backoff.draw_s(exc.retry or _BUSY, control.options.rng))
@@ -132,10 +134,10 @@ class _Upload:
             patience.wait_after_break(error, retry, progress=num_received > offset)
             offset = num_received
 
-    def _send(self, offset: int) -> int:
-        """Send the bytes from an offset on; return the number of bytes that the server now has."""
+    def _header(self, offset: int) -> fleet_pb2.UploadHeader:
+        """Return the header of a call that sends the bytes from an offset on."""
         digest, upload_id = self._names()
-        header = fleet_pb2.UploadHeader(
+        return fleet_pb2.UploadHeader(
             token=self.token,
             digest=digest,
             size_bytes=self.content.size_bytes,
@@ -144,9 +146,6 @@ class _Upload:
             name=self.name,
             upload_id=upload_id,
         )
-        control = self.control
-        parts = self.content.split(offset, control.options.clock)
-        return self.connection.upload(header, parts, control.call_timeout_s, control.signal)
 
     def _query(self, error: str) -> tuple[int | None, str]:
         """Return the number of bytes that the server has, or None if it is not known; and the last error."""
@@ -155,7 +154,7 @@ class _Upload:
             token=self.token, digest=digest, receiver=self.receiver, name=self.name, upload_id=upload_id
         )
         try:
-            return self.connection.query_upload(query, self.control.signal), error
+            return self.connection.query_upload(query, self.control.signal).received_bytes, error
         except errors.ServerUnavailableError as exc:
             return None, str(exc)
         except errors.CallRefusedError as exc:

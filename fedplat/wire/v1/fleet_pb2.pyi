@@ -636,7 +636,10 @@ class UploadRequest(_message.Message):
 
     HEADER_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
+    position: _builtins.int
+    """Where the data begin in the file, if several calls bring it. Unset: behind all that the server has."""
     @_builtins.property
     def header(self) -> Global___UploadHeader: ...
     def __init__(
@@ -644,13 +647,19 @@ class UploadRequest(_message.Message):
         *,
         header: Global___UploadHeader | None = ...,
         data: _builtins.bytes = ...,
+        position: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "header", b"header", "part", b"part"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_position", b"_position", "data", b"data", "header", b"header", "part", b"part", "position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "header", b"header", "part", b"part"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_position", b"_position", "data", b"data", "header", b"header", "part", b"part", "position", b"position"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__position: _TypeAlias = _typing.Literal["position"]  # noqa: Y015
+    _WhichOneofArgType__position: _TypeAlias = _typing.Literal["_position", b"_position"]  # noqa: Y015
     _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["header", "data"]  # noqa: Y015
     _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__position) -> _WhichOneofReturnType__position | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
 
 Global___UploadRequest: _TypeAlias = UploadRequest  # noqa: Y015
@@ -666,6 +675,7 @@ class UploadHeader(_message.Message):
     RECEIVER_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     UPLOAD_ID_FIELD_NUMBER: _builtins.int
+    ADDITIONAL_FIELD_NUMBER: _builtins.int
     token: _builtins.str
     digest: _builtins.str
     """SHA-256 of all bytes. Empty with an upload_id."""
@@ -682,6 +692,10 @@ class UploadHeader(_message.Message):
     hexadecimal digits, which the client draws for each content, after "b3:" if the digest will be one of BLAKE3. Not
     for a file for another client.
     """
+    additional: _builtins.bool
+    """Whether the call brings parts of an upload that another call, which is still open, has begun; the offset is then
+    ignored. Only after QueryUploadResponse.max_calls has allowed it. If one of the calls breaks, all end.
+    """
     def __init__(
         self,
         *,
@@ -692,10 +706,11 @@ class UploadHeader(_message.Message):
         receiver: _builtins.str = ...,
         name: _builtins.str = ...,
         upload_id: _builtins.str = ...,
+        additional: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name", "offset", b"offset", "receiver", b"receiver", "size_bytes", b"size_bytes", "token", b"token", "upload_id", b"upload_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["additional", b"additional", "digest", b"digest", "name", b"name", "offset", b"offset", "receiver", b"receiver", "size_bytes", b"size_bytes", "token", b"token", "upload_id", b"upload_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -757,15 +772,21 @@ class QueryUploadResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_CALLS_FIELD_NUMBER: _builtins.int
     received_bytes: _builtins.int
+    max_calls: _builtins.int
+    """The most calls that may bring the upload at a time, in parts of at most 1 MiB, each with its position. Servers
+    before 0.2 leave this unset: one.
+    """
     def __init__(
         self,
         *,
         received_bytes: _builtins.int = ...,
+        max_calls: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["received_bytes", b"received_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_calls", b"max_calls", "received_bytes", b"received_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

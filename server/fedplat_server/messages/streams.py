@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import tempfile
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -22,6 +22,7 @@ from fedplat_server.aggregation.backend import run_to_the_end
 from fedplat_server.auth import rate_limits
 from fedplat_server.errors import BlobMissingError, Code, RefusedError, UploadError
 from fedplat_server.messages import validation
+from fedplat_server.messages.ordered_writer import OrderedWriter
 from fedplat_server.storage import files
 from fedplat_server.storage.blob_folder import INCOMING, TEMPORARY
 from fedplat_server.storage.blobs import Blob, BlobStore
@@ -45,10 +46,14 @@ Message = TypeVar("Message", bound=Carrier)
 
 
 class UploadMessage(NamedTuple):
-    """A message of an upload: its header or bytes. The bytes are a view of the received message, not a copy."""
+    """A message of an upload: its header or bytes. The bytes are a view of the received message, not a copy.
+
+    `position`: where they begin in the file; None: behind all that were received.
+    """
 
     data: durable.Bytes
     header: fleet_pb2.UploadHeader | None = None
+    position: int | None = None
 
     @classmethod
     def of(cls, message: bytes) -> UploadMessage:
@@ -56,8 +61,11 @@ class UploadMessage(NamedTuple):
         data = messages.unframe_field(messages.UPLOAD, message)
         if data is not None:
             return cls(data)
+        if (part := messages.unframe_part(message)) is not None:
+            return cls(part[1], position=part[0])
         request = fleet_pb2.UploadRequest.FromString(message)
-        return cls(request.data, request.header if request.HasField("header") else None)
+        header = request.header if request.HasField("header") else None
+        return cls(request.data, header, request.position if request.HasField("position") else None)
 
 
 async def enforce_min_rate(messages: AsyncIterator[Message], limits: config.Limits) -> AsyncGenerator[Message]:
@@ -98,45 +106,63 @@ async def send(chunks: Chunks, blobs: BlobStore, digest: str, offset: int, lengt
             yield message
 
 
-async def receive(
+async def open_writer(
     open_upload: Callable[[str, int, int], OpenUpload],
     header: fleet_pb2.UploadHeader,
-    parts: AsyncIterator[durable.Bytes],
     is_busy: Callable[[], bool],
-) -> int:
-    """Append parts to an upload until they end; return the number of bytes stored so far.
+    wait_s: float,
+) -> OrderedWriter:
+    """Open an upload; `receive` closes it. A part waits at most `wait_s` for those before it.
 
     `open_upload` blocks; it gets the name (`validation.upload_name`), the size and the offset. Raises `RefusedError` if
-    the offset is wrong, or once the file is not wanted any more (`is_busy`).
+    the offset is wrong, or if the file is not wanted any more (`is_busy`).
     """
     name = validation.upload_name(header)
+    with _translate_upload_errors(is_busy):
+        return OrderedWriter(await asyncio.to_thread(open_upload, name, header.size_bytes, header.offset), wait_s)
+
+
+async def receive(
+    writer: OrderedWriter, size_bytes: int, parts: AsyncIterator[UploadMessage], is_busy: Callable[[], bool]
+) -> int:
+    """Write the parts of a call of an upload of this size; return the number of bytes stored so far.
+
+    Raises `RefusedError` if a part is at a wrong position, or once the file is not wanted any more (`is_busy`).
+    """
+    with _translate_upload_errors(is_busy):
+        async with writer.call():
+            await _write(writer, parts, is_busy)
+            if writer.received == size_bytes:
+                await writer.finish()  # drops bytes that do not match the digest: restart at 0
+            return writer.received
+
+
+@contextlib.contextmanager
+def _translate_upload_errors(is_busy: Callable[[], bool]) -> Generator[None]:
     try:
-        upload = await asyncio.to_thread(open_upload, name, header.size_bytes, header.offset)
-        try:
-            await _write(upload, parts, is_busy)
-            if upload.received == header.size_bytes:
-                await asyncio.to_thread(upload.finish)  # drops bytes that do not match the digest: restart at 0
-        finally:
-            await asyncio.to_thread(upload.close)
+        yield
     except UploadError as exc:
         raise RefusedError(Code.WRONG_OFFSET if is_busy() else Code.STALE_ASSIGNMENT, str(exc)) from exc
-    return upload.received
 
 
-async def _write(upload: OpenUpload, parts: AsyncIterator[durable.Bytes], is_busy: Callable[[], bool]) -> None:
+async def _write(writer: OrderedWriter, parts: AsyncIterator[UploadMessage], is_busy: Callable[[], bool]) -> None:
     """Hash and store each part in a thread while the next one is being received; at most two are in memory."""
     writing: asyncio.Future[None] | None = None
-    loop = asyncio.get_running_loop()
     try:
-        async for data in parts:
+        async for part in parts:
             if not is_busy():
                 raise RefusedError(Code.STALE_ASSIGNMENT)
             if writing is not None:
                 await writing
-            writing = loop.run_in_executor(None, upload.write, data)
-    finally:
+            writing = writer.write(part.data, part.position)
+    except BaseException:
+        writer.end()
         if writing is not None:
-            await writing
+            with contextlib.suppress(Exception):  # the first error counts
+                await writing
+        raise
+    if writing is not None:
+        await writing
 
 
 async def store_model(blobs: BlobStore, parts: AsyncIterator[durable.Bytes], limit_bytes: int) -> Blob:

@@ -13,7 +13,6 @@ import functools
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from pathlib import Path
 
-from fedplat import durable
 from fedplat.gossip import steps
 from fedplat.rounds import Assignment, Attempt, AttemptKey, Coordinator, JobState, events, states
 from fedplat.rounds.protocols.gossip import find_state, state_of
@@ -79,16 +78,17 @@ class Relay:
             raise RefusedError(Code.TOO_LARGE, text)
         total_limit = self._find_total_limit(key)
 
-        async def contents() -> AsyncIterator[durable.Bytes]:
+        async def contents() -> AsyncIterator[streams.UploadMessage]:
             async for part in messages:
                 self.quotas.upload(assignment.client_id, key.attempt, total_limit, len(part.data))
-                yield part.data
+                yield part
 
         size_bytes = min(max(header.size_bytes - header.offset, 0), streams.UPLOAD_BYTES)
         async with self.memory.uploads.share(size_bytes):
             open_upload = functools.partial(self.relay.open, key)
             is_wanted = functools.partial(self._is_wanted, assignment, key)
-            received = await streams.receive(open_upload, header, contents(), is_wanted)
+            writer = await streams.open_writer(open_upload, header, is_wanted, self.limits.idle_s)
+            received = await streams.receive(writer, header.size_bytes, contents(), is_wanted)
         if received == header.size_bytes:
             for event in self._waiting.get(key, ()):
                 event.set()

@@ -91,7 +91,7 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
             received = await self._half_of(assignment).count_received(assignment, request)
             return fleet_pb2.QueryUploadResponse(received_bytes=received)
         received = await self.intake.count_received(assignment, validation.upload_name(request))
-        return fleet_pb2.QueryUploadResponse(received_bytes=received)
+        return fleet_pb2.QueryUploadResponse(received_bytes=received, max_calls=self.intake.count_calls())
 
     @override
     async def Step(self, request: fleet_pb2.StepRequest, context: interceptor.Context) -> fleet_pb2.StepResponse:

@@ -15,7 +15,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Generator
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
-from fedplat import durable
 from fedplat.aggregate import Rule
 from fedplat.errors import PluginError, UserCodeError
 from fedplat.job import JobSpec, build_rule
@@ -27,6 +26,7 @@ from fedplat_server.auth.rate_limits import Quotas
 from fedplat_server.coordination.runner import Runner, finish
 from fedplat_server.database.sql_contents import MAX_BYTES, NO_CONTENTS, SmallContents
 from fedplat_server.messages import streams, validation
+from fedplat_server.messages.ordered_writer import OrderedWriter
 from fedplat_server.messages.streams import UploadMemory
 from fedplat_server.protocols.half import ServerHalf, Validate, ValidateSmall
 from fedplat_server.protocols.registry import ServerHalves
@@ -70,13 +70,14 @@ class ReportIntake:
     def __post_init__(self) -> None:
         self._rules: OrderedDict[str, tuple[JobSpec, Rule]] = OrderedDict()  # by job
         self._receiving: WeakValueDictionary[AssignmentId, asyncio.Lock] = WeakValueDictionary()
+        self._writers: WeakValueDictionary[tuple[AssignmentId, str], OrderedWriter] = WeakValueDictionary()
 
     async def receive_upload(
         self, assignment: Assignment, header: fleet_pb2.UploadHeader, messages: AsyncIterator[streams.UploadMessage]
     ) -> int:
-        """Receive an upload from the header's offset; return the number of bytes stored so far.
+        """Receive an upload from the header's offset, or parts of one that another call has begun.
 
-        Raises `RefusedError`.
+        Returns the number of bytes stored so far. Raises `RefusedError`.
         """
         job, half = self.finder.job_of(assignment), self._half_of(assignment)
         refusal = half.judge(job, assignment)
@@ -84,19 +85,42 @@ class ReportIntake:
             await self._reject(assignment, refusal)
             raise errors.RefusedError(errors.Code.STALE_ASSIGNMENT, refusal.text)
         limit = await self._check_size(assignment, header.size_bytes)
+        is_busy = functools.partial(self._is_busy, assignment)
+
+        async def contents() -> AsyncIterator[streams.UploadMessage]:
+            async for part in messages:
+                await self._count_bytes(assignment, limit, len(part.data))
+                yield part
+
+        name = assignment.id, validation.upload_name(header)
+        if header.additional:
+            writer = self.find_writer(name)
+            async with self.memory.uploads.share(streams.UPLOAD_BYTES):
+                return await streams.receive(writer, header.size_bytes, contents(), is_busy)
         norm = await half.running_norm(job, assignment)
         size_bytes = min(max(header.size_bytes - header.offset, 0), streams.UPLOAD_BYTES)
         size_bytes += norm.memory_bytes if norm is not None else 0
-
-        async def contents() -> AsyncIterator[durable.Bytes]:
-            async for part in messages:
-                await self._count_bytes(assignment, limit, len(part.data))
-                yield part.data
-
         async with self._note_upload(assignment, header.size_bytes), self.memory.uploads.share(size_bytes):
-            is_busy = functools.partial(self._is_busy, assignment)
             open_upload = functools.partial(self.spool.open, assignment.id, norm=norm)
-            return await streams.receive(open_upload, header, contents(), is_busy)
+            writer = await streams.open_writer(open_upload, header, is_busy, self.limits.idle_s)
+            self._writers[name] = writer
+            return await streams.receive(writer, header.size_bytes, contents(), is_busy)
+
+    def count_calls(self) -> int:
+        """Return how many calls may bring an upload at a time: one, if uploads already hold half of the memory.
+
+        If the line breaks, it takes a while until the server notices. One stream is left to resume meanwhile.
+        """
+        return max(self.limits.max_streams - 1, 1) if self.memory.uploads.is_half_free else 1
+
+    def find_writer(self, name: tuple[AssignmentId, str]) -> OrderedWriter:
+        """Return the writer of an upload for one more call. Raises `RefusedError`."""
+        if self.count_calls() == 1:
+            raise errors.RefusedError(errors.Code.TOO_MANY_UPLOADS)
+        writer = self._writers.get(name)
+        if writer is None:
+            raise errors.RefusedError(errors.Code.WRONG_OFFSET, "no open call has begun this upload")
+        return writer
 
     @contextlib.asynccontextmanager
     async def _note_upload(self, assignment: Assignment, size_bytes: int) -> AsyncGenerator[None]:

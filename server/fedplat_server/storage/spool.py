@@ -38,7 +38,6 @@ import functools
 import hashlib
 import resource
 import threading
-import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -66,7 +65,7 @@ from fedplat_server.storage.spool_file import (
     resume_upload,
     spool_path_of,
 )
-from fedplat_server.storage.update_files import UpdateFiles
+from fedplat_server.storage.update_files import UpdateFiles, name_fetched
 
 PREFETCH_THREADS = 4
 MAX_ROWS = 2000
@@ -141,6 +140,7 @@ class Spool:
             names.setdefault(name_attempt(each.attempt), set()).add(name_update(each))
         with self._lock, files.translate_os_errors("clearing the spool", "updates"), crash_points.step("spool.keep"):
             files.clear_set_aside(self.folder, names, known, files.is_digest)
+            self._updates.clear_fetched()
             for name, updates in names.items():
                 if (self.folder / name).is_dir():
                     self._updates.keep(self.folder / name, updates)
@@ -433,7 +433,7 @@ class Spool:
         """Get an update from the backend, which the folder never had, or has lost or damaged."""
         with self._lock:
             fetching = self._fetching.setdefault(key, threading.Lock())
-        temporary = self.folder / f".{uuid.uuid4().hex}.tmp"  # the next start removes what a crash leaves
+        temporary = name_fetched(self.folder)
         with fetching, files.translate_os_errors("fetching an update", "updates"):
             if self._find_complete(key, digest, seal=False) is not None:
                 return

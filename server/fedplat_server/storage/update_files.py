@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import threading
+import uuid
 from pathlib import Path
 
 from fedplat import durable
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat_server import crash_points
 from fedplat_server.errors import UploadError
+from fedplat_server.storage import files
 from fedplat_server.storage.spool_file import OpenUpload, SpoolFile, discard, name_attempt, name_update, spool_path_of
+
+_TEMPORARY = ".tmp"
+_FETCHED = re.compile(rf"\.[0-9a-f]{{32}}{re.escape(_TEMPORARY)}")
+
+
+def name_fetched(folder: Path) -> Path:
+    """Return the path of an update that is being fetched. `clear_fetched` removes what a crash leaves there."""
+    return folder / f".{uuid.uuid4().hex}{_TEMPORARY}"
 
 
 class UpdateFiles:
@@ -50,6 +61,12 @@ class UpdateFiles:
     def has_needed(self, attempt: AttemptKey) -> bool:
         """Return whether any update of an attempt is expected."""
         return attempt in self._needed
+
+    def clear_fetched(self) -> None:
+        """Remove what an earlier process was fetching when it was killed."""
+        for path in files.match(self._folder, f"*{_TEMPORARY}"):
+            if _FETCHED.fullmatch(path.name):  # the operator may have others
+                path.unlink(missing_ok=True)
 
     def keep(self, folder: Path, names: set[str]) -> None:
         """Remember the files of needed updates (by `name_update`) in an attempt's folder, and remove the others."""
