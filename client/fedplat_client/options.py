@@ -190,8 +190,8 @@ class ClientOptions:
             )
         if self.leaves_tasks and (self.require_secure_aggregation or self.requires_noise or self.takes_exchanges):
             raise ValueError(
-                "leaves_tasks is set, but secure aggregation and decentralised jobs need the client to be there all "
-                "the time; set one of them"
+                "leaves_tasks (--detach) is set, but secure aggregation and decentralised jobs need the client to be "
+                "there all the time; set one of them"
             )
         if not 0.0 < self.max_share <= 1.0:
             raise ValueError(f"max_share is {self.max_share}; expected a number above 0 and at most 1")

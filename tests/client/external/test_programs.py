@@ -253,7 +253,7 @@ def test_secrets_are_not_passed_on(name: str) -> None:
 
 
 def test_a_detached_client_takes_no_part_in_secure_aggregation() -> None:
-    with pytest.raises(ValueError, match="leaves_tasks is set"):
+    with pytest.raises(ValueError, match=r"leaves_tasks \(--detach\) is set"):
         ClientOptions(leaves_tasks=True, require_secure_aggregation=True)
 
 
