@@ -18,6 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 BENCHMARKS := \
 	round_overhead.py \
 	transfer.py \
+	transports.py \
 	object_store.py \
 	aggregation.py \
 	growth.py \

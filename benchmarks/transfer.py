@@ -147,8 +147,12 @@ def ready(role: str, arguments: Sequence[Sequence[object]], enter: Sequence[str]
 
 
 @contextlib.contextmanager
-def working(deployment: Deployment, clients: int, size: int, enter: Sequence[str] = ()) -> Generator[list[End]]:
-    """Run clients of fedplat, each with an assignment."""
+def working(
+    deployment: Deployment, clients: int, size: int, enter: Sequence[str] = (), transports: Sequence[str] = ("grpc",)
+) -> Generator[list[End]]:
+    """Run clients of fedplat, each with an assignment; so many for each of these transports."""
+    over = [transport for transport in transports for _ in range(clients)]
+    clients = len(over)
     model = Parameters.from_arrays({"weight": np.zeros(size // 4, np.float32)})
     text = JOB.format(rounds=1, clients=clients)
     ticket = deployment.folder / "ticket"
@@ -157,7 +161,8 @@ def working(deployment: Deployment, clients: int, size: int, enter: Sequence[str
         ticket.write_text(enrollment.ticket)
         submission.submit(admin, submission.Submission(text, parse_job(text), model))
         folders = [deployment.folder / f"client-{index}" for index in range(clients)]
-        with ready("fedplat-client", [[ticket, folder] for folder in folders], enter) as started:
+        arguments = [[ticket, folder, transport] for folder, transport in zip(folders, over, strict=True)]
+        with ready("fedplat-client", arguments, enter) as started:
             yield started
 
 

@@ -35,6 +35,7 @@ from fedplat_client.link import ServerLink
 from fedplat_client.task import Control
 
 DOWN, UP = "/raw/Down", "/raw/Up"
+NUM_CALLS = 200
 _OPTIONS = (
     ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
@@ -142,14 +143,18 @@ def _take(connection: socket.socket, size: int, into: bytearray) -> None:
         size -= connection.recv_into(into, min(size, len(into)))
 
 
-def fedplat_client(ticket: str, folder: str) -> None:
-    """Run a client with an assignment. A download ends as a file of the cache; each upload is a new update."""
+def fedplat_client(ticket: str, folder: str, over: str = transport.GRPC) -> None:
+    """Run a client with an assignment. A download ends as a file of the cache; each upload is a new update.
+
+    `over` is its transport. It can also make 200 calls that only ask how much of an upload has arrived ("calls").
+    """
     process_tuning.reuse_message_memory()
     asked = Ticket.from_text(Path(ticket).read_text())
     directory = DataDirectory(Path(folder), asked.server, asked.population)
     with directory.lock():
         known = directory.load_identity(asked)
-        link = ServerLink(transport.ServerRoute(known.server, known.tls, known.ca))
+        server = known.http if over == transport.HTTP else known.server
+        link = ServerLink(transport.ServerRoute(server, known.tls, known.ca, transport=over))
         access = SignedAccess(link, directory.load_signing_key(known), 30.0)
         connection, stop = Connection(access, 30.0, link), StopSignal()
         profile = ClientDescription(
@@ -182,7 +187,13 @@ def _work(connection: Connection, models: Path, assignment: fleet_pb2.Assignment
         update.buffer[:4] = np.frombuffer(os.urandom(3) + b"\0", np.uint8)
         transfer.upload(connection, assignment.token, content.Content(update.pieces), control)
 
-    answer({"down": down, "up": up})
+    query = fleet_pb2.QueryUploadRequest(token=assignment.token, digest="0" * 64)
+
+    def calls() -> None:
+        for _ in range(NUM_CALLS):
+            connection.query_upload(query, StopSignal())
+
+    answer({"down": down, "up": up, "calls": calls})
 
 
 def answer(directions: dict[str, Callable[[], None]]) -> None:
