@@ -320,6 +320,7 @@ class Work {
   private readonly over = new AbortController();
   private readonly signal: AbortSignal;
   private progress = 0;
+  private hasTrained = false;
   private trainingEndsAt: number;
   private uploadS: number;
   private timer: ReturnType<typeof setTimeout> | undefined;
@@ -347,6 +348,8 @@ class Work {
     try {
       const found = this.client.find(this.assignment);
       const update = await this.compute(found);
+      this.hasTrained = true;
+      this.setTimer();
       if (update.file !== undefined && update.file.length > INLINE_BYTES) await this.upload(update);
       this.over.abort();
       await heartbeats;
@@ -563,7 +566,7 @@ class Work {
 
   private setTimer(): void {
     clearTimeout(this.timer);
-    const seconds = this.trainingEndsAt - nowS() + (this.progress === 1 ? this.uploadS : 0);
+    const seconds = this.trainingEndsAt - nowS() + (this.hasTrained ? this.uploadS : 0);
     this.timer = setTimeout(
       () => {
         this.isEnded = true;

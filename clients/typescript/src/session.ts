@@ -153,8 +153,10 @@ export class Session {
 
   private async sign(method: string, request: Bytes, signal: AbortSignal): Promise<Signed> {
     if (!this.session) {
-      this.opening ??= this.openSession(signal).finally(() => (this.opening = undefined));
-      await this.opening;
+      // Several calls may wait for it, so it does not end with the signal of one of them.
+      const never = new AbortController().signal;
+      this.opening ??= this.openSession(never).finally(() => (this.opening = undefined));
+      await untilAborted(this.opening, signal);
     }
     const session = this.session;
     const counter = ++this.counter;
@@ -248,6 +250,21 @@ export class Session {
     const found = response.header("content-type")?.split(";")[0]?.trim().toLowerCase();
     if (response.status === 200 && (found === PROTO || found === OCTETS)) return response;
     throw await readRefusal(response, found);
+  }
+}
+
+async function untilAborted(promise: Promise<unknown>, signal: AbortSignal): Promise<void> {
+  promise.catch(() => undefined); // it may fail after this has ended
+  let onAbort: () => void = () => undefined;
+  const aborted = new Promise<never>((_, reject) => {
+    onAbort = () => reject(signal.reason);
+    signal.addEventListener("abort", onAbort);
+  });
+  try {
+    signal.throwIfAborted();
+    await Promise.race([promise, aborted]);
+  } finally {
+    signal.removeEventListener("abort", onAbort);
   }
 }
 
