@@ -28,7 +28,7 @@ class TyperConfiguredCommand(settings.ConfiguredCommand, typer.core.TyperCommand
 
 def read_duration(value: str | float) -> float:
     """Return the seconds of an option: of its text or its default. Raises `typer.BadParameter`."""
-    if isinstance(value, float):
+    if not isinstance(value, str):
         return value
     try:
         return texts.parse_duration(value)
