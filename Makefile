@@ -27,7 +27,7 @@ BENCHMARKS := \
 	both_ways.py \
 	papers/private_utility.py
 
-.PHONY: all demo private secure warm-start gossip large test test-all test-durations test-gpu faults faults-page planted-faults hostile fuzz flower soak simulate-faults soak-attackers check check-texts check-types format proto bench bench-peers references papers papers-page bench-page job-reference metrics-page job-schema task-schema notebooks typescript-messages manifests dist compat docs images clean
+.PHONY: all demo private secure warm-start gossip large test test-all test-durations test-gpu faults faults-page planted-faults hostile fuzz flower soak simulate-faults soak-attackers check check-texts check-types format proto bench bench-peers references papers papers-page bench-page job-reference cli-reference metrics-page job-schema task-schema notebooks typescript-messages manifests dist compat docs images clean
 all: demo
 
 $(STAMP): pyproject.toml client/pyproject.toml server/pyproject.toml constraints.txt
@@ -158,6 +158,9 @@ papers-page: $(STAMP) ## write the kept logs into docs/reproductions.md and docs
 
 job-reference: $(STAMP) ## write docs/job-reference.md from the records of the job file
 	$(BIN)/python -m fedplat.job.reference > docs/job-reference.md
+
+cli-reference: $(STAMP) ## write docs/cli.md from the commands
+	$(BIN)/python docs/site/cli_reference.py > docs/cli.md
 
 job-schema: $(STAMP) ## write docs/schema/job.schema.json from the same records
 	$(BIN)/fedplat job schema > docs/schema/job.schema.json

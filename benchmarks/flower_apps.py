@@ -94,7 +94,7 @@ def fedplat_flower(plan: Plan, folder: Path) -> Sample:
             client = [BIN / "fedplat-client", "flower", APP, "--ticket-file", ticket, "--log-level", "warning"]
             deployment.processes.start(f"client-{index}", [*client, "--data-dir", folder / f"client-{index}"])
         wait_for_clients(deployment, admin, plan.clients)
-        submit = [BIN / "fedplat", "--profile", folder / "admin.toml", "flower", "run", APP, "--no-watch"]
+        submit = [BIN / "fedplat", "--profile", folder / "admin.toml", "flower", "run", APP, "--no-follow"]
         submit += ["--server", deployment.address, "--population", "bench", *_config(plan, folder, times)]
         if not deployment.processes.run(submit, START_S):
             raise FailedError(f"the app could not be submitted: {(folder / 'commands.log').read_text()[-600:]}")
@@ -118,7 +118,7 @@ def simulate_noop(folder: Path) -> list[float]:
         APP,
         "--num-clients",
         str(SIMULATED_CLIENTS),
-        "--output",
+        "--dir",
         folder / "out",
     ]
     with Processes(folder, {**os.environ, **ENVIRONMENT}) as processes:
@@ -142,7 +142,7 @@ def simulate_noop_on_ray(folder: Path) -> list[float]:
 
 def simulate_digits(folder: Path) -> list[float]:
     """Measure the digits app with simulated clients from start to end, on fedplat."""
-    command = [BIN / "fedplat", "flower", "run", DIGITS, "--output", folder / "out"]
+    command = [BIN / "fedplat", "flower", "run", DIGITS, "--dir", folder / "out"]
     with Processes(folder, {**os.environ, **ENVIRONMENT}) as processes:
         began = time.monotonic()
         if not processes.run(command, PATIENCE_S):
@@ -162,7 +162,7 @@ def await_first_round(folder: Path) -> list[float]:
     """Measure the seconds from the start of the digits app to the last reply of its first round, on fedplat."""
     with Processes(folder, {**os.environ, **ENVIRONMENT}) as processes:
         began = time.monotonic()
-        processes.start("run", [BIN / "fedplat", "flower", "run", DIGITS, "--output", folder / "out"])
+        processes.start("run", [BIN / "fedplat", "flower", "run", DIGITS, "--dir", folder / "out"])
         log = folder / "run.log"
         processes.wait("the first round", lambda: "\nround 1 " in log.read_text(), PATIENCE_S)
         return [time.monotonic() - began]

@@ -69,7 +69,7 @@ class Bench:
         return seconds + self.measure(name, jobs)
 
     def _start(self, name: str, jobs: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "fedplat.cli", "sweep", str(self.file), "--output", str(self.folder / name)]
+        command = [sys.executable, "-m", "fedplat.cli", "sweep", str(self.file), "--dir", str(self.folder / name)]
         return subprocess.Popen([*command, "--jobs", str(jobs), "--no-plots", "--json"], stdout=subprocess.DEVNULL)
 
     def _wait(self, process: subprocess.Popen[bytes]) -> None:

@@ -11,6 +11,8 @@ MAX_TEXT_BYTES = 2_000
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
 """A name of a job, a population, a trainer, a plugin or a project."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i)?B?", re.IGNORECASE)
+_DURATION = re.compile(r"([0-9]{1,12}(?:\.[0-9]{0,12})?|\.[0-9]{1,12}) ?(ms|s|min|m|h|d|w)?", re.ASCII)
+_UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _MAX_QUOTED = 200
 _CUT = "..."
 
@@ -126,6 +128,18 @@ def parse_size(text: str) -> int:
         raise ValueError(f"{text!r} is not a size; expected a number of bytes, such as 500MB or 2GiB")
     number, prefix, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
+
+
+def parse_duration(text: str) -> float:
+    """Return a duration in seconds; a bare number is one of seconds. Raises `ValueError`.
+
+    >>> parse_duration("15s"), parse_duration("1.5h"), parse_duration("2 min"), parse_duration("0.5")
+    (15.0, 5400.0, 120.0, 0.5)
+    """
+    match = _DURATION.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a duration; expected a number and a unit, such as 15s, 10m, 24h or 7d")
+    return float(match[1]) * _UNITS_S[match[2] or "s"]
 
 
 def printable(text: str) -> str:

@@ -89,8 +89,23 @@ COMMANDS: Mapping[str, Entry] = {
 }
 
 
+_FOLDER = {"--output": "--dir", "-o": "--dir"}
+
+
 class CommandTree(TyperCommands):
     """The group of all commands, whose list of names and texts imports none of them."""
+
+    renamed = {  # noqa: RUF012 -- a constant
+        "job list": {"--status": "--state"},
+        "job submit": {"--watch": "--follow"},
+        "events": {"--number": "--limit"},
+        "simulate": {**_FOLDER, "--checkpoint-s": "--checkpoint-every"},
+        "sweep": {**_FOLDER, "--checkpoint-s": "--checkpoint-every"},
+        "flower run": {**_FOLDER, "--watch": "--follow", "--no-watch": "--no-follow"},
+        "model export": {"--output": "--to", "--version": "--model-version"},
+        "data pack": {"--out": "--dir"},
+        "operator add": {"--out": "--to"},
+    }
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)

@@ -37,7 +37,7 @@ def pack(  # noqa: PLR0913 - a command's parameters are its options
             "have both arrays, in the order of their names.",
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="New folder for the packed data.")],
+    out: Annotated[Path, typer.Option("--dir", metavar="DIR", help="New folder for the packed data.")],
     shard_mb: Annotated[float, typer.Option(min=0.001, max=65536, metavar="MB", help="Size of a file, in MiB.")] = 64,
     inputs: Annotated[str, typer.Option(metavar="NAME", help="Name of the array of inputs.")] = "inputs",
     targets: Annotated[str, typer.Option(metavar="NAME", help="Name of the array of targets.")] = "targets",

@@ -32,7 +32,7 @@ def events(  # noqa: PLR0913 - a command's parameters are its options
     job: Annotated[str, typer.Option("--job", metavar="JOB", help="Only events of this job.")] = "",
     number: Annotated[
         int,
-        typer.Option("--number", "-n", min=0, max=MAX_NUM_EVENTS, metavar="N", help="Number of latest events to show."),
+        typer.Option("--limit", "-n", min=0, max=MAX_NUM_EVENTS, metavar="N", help="Number of latest events to show."),
     ] = DEFAULT_NUM_EVENTS,
     timeout: TimeoutOption = None,
     server: ServerOption = None,

@@ -55,7 +55,7 @@ def run(  # noqa: PLR0913 - a command's parameters are its options
         int | None, typer.Option(min=0, max=4096, help="Number of processes for clients; 0: one per core.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Folder for the results. Default: runs/NAME.")
+        Path | None, typer.Option("--dir", metavar="DIR", help="Folder for the results. Default: runs/NAME.")
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the log lines of flwr.")] = False,
     server: Annotated[
@@ -67,7 +67,7 @@ def run(  # noqa: PLR0913 - a command's parameters are its options
         typer.Option("--population", metavar="NAME", help="With --server: population of clients. Default: the file's."),
     ] = None,
     follow: Annotated[
-        bool, typer.Option("--watch/--no-watch", help="With --server: watch the job until it ends.")
+        bool, typer.Option("--follow/--no-follow", "-f", help="With --server: watch the job until it ends.")
     ] = True,
     idempotency_key: Annotated[
         str, typer.Option(metavar="KEY", help="With --server: key of 8 to 200 characters, as of fedplat job submit.")
@@ -77,7 +77,7 @@ def run(  # noqa: PLR0913 - a command's parameters are its options
 ) -> None:
     """Run a Flower app with simulated clients, in virtual time, or as a job of a server (--server)."""
     if server is not None:
-        given = {"--num-clients": num_clients, "--seed": seed, "--workers": workers, "--output": output}
+        given = {"--num-clients": num_clients, "--seed": seed, "--workers": workers, "--dir": output}
         _refuse_options(context, as_json, [name for name, value in given.items() if value], "with --server")
         with session(context, server, as_json, own_timeout_s(context, timeout)) as command:
             submitted = jobs.submit_and_report(

@@ -26,6 +26,7 @@ from fedplat.cli.options import JsonOption, ServerOption, TimeoutOption
 from fedplat.cli.output import Output, to_record
 from fedplat.cli.session import FAILED, INTERRUPTED, TIMED_OUT, CommandSession, JobArgument, own_timeout_s, session
 from fedplat.cli.watch import ENDED, AttemptTable
+from fedplat.command_line.with_typer import read_duration
 from fedplat.config.toml import read_toml
 from fedplat.errors import ServerUnreachableError
 from fedplat.texts import format_count
@@ -332,7 +333,7 @@ def wait_for_job(
     ] = "completed",
     timeout: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", min=0.0, help="Longest wait. Default: no limit.", show_default=False),
+        typer.Option(metavar="DURATION", parser=read_duration, help="Longest wait. Default: no limit."),
     ] = None,
     server: ServerOption = None,
     as_json: JsonOption = False,

@@ -83,7 +83,8 @@ def round_layout(job: admin_pb2.Job) -> ListLayout[admin_pb2.Round]:
 def list_jobs(  # noqa: PLR0913 - a command's parameters are its options
     context: typer.Context,
     status: Annotated[
-        list[JobStatusChoice] | None, typer.Option(case_sensitive=False, help="Only jobs with this status; repeatable.")
+        list[JobStatusChoice] | None,
+        typer.Option("--state", case_sensitive=False, help="Only jobs in this state; repeatable."),
     ] = None,
     population: Annotated[str, typer.Option(metavar="NAME", help="Only jobs of this population.")] = "",
     search: Annotated[str, typer.Option(metavar="TEXT", help="Only jobs whose name or id contains this text.")] = "",

@@ -37,7 +37,7 @@ def submit_job(  # noqa: PLR0913 - a command's parameters are its options
     context: typer.Context,
     file: FileArgument,
     start: Annotated[bool, typer.Option("--start/--no-start", help="Start the job, or leave it a draft.")] = True,
-    follow: Annotated[bool, typer.Option("--watch", help="Watch the job until it ends.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Watch the job until it ends.")] = False,
     idempotency_key: Annotated[
         str,
         typer.Option(metavar="KEY", help="Key of 8 to 200 characters; submitting again with it returns the same job."),

@@ -30,6 +30,7 @@ LimitOption = Annotated[
     int | None,
     typer.Option(
         "--limit",
+        "-n",
         metavar="N",
         min=0,
         help=f"Maximum number of rows; 0: all. Default: {DEFAULT_LIMIT} in a table, all in other formats.",

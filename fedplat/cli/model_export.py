@@ -87,11 +87,17 @@ def export_model(  # noqa: PLR0913 - a command's parameters are its options
         ),
     ],
     output: Annotated[
-        Path, typer.Option(metavar="PATH", help="File to write (safetensors), or folder (peft, merged).")
+        Path, typer.Option("--to", metavar="PATH", help="File to write (safetensors), or folder (peft, merged).")
     ],
     version: Annotated[
         int | None,
-        typer.Option(min=0, max=2**32 - 1, metavar="N", help="Version, 0 for the initial model. Default: the latest."),
+        typer.Option(
+            "--model-version",
+            min=0,
+            max=2**32 - 1,
+            metavar="N",
+            help="Version, 0 for the initial model. Default: the latest.",
+        ),
     ] = None,
     form: Annotated[
         ExportFormat,
@@ -148,7 +154,7 @@ def _export_file(
     with sessions.session(context, server, as_json) as command:
         try:
             if output.is_dir() or not output.absolute().parent.is_dir():
-                command.output.error(f"--output is {output}; expected a file in an existing folder")
+                command.output.error(f"--to is {output}; expected a file in an existing folder")
                 raise typer.Exit(sessions.WRONG_USAGE)
             with command.output.transfer("downloading the model") as progress:
                 model = command.client.export_model(job, version, output, progress)
@@ -169,7 +175,7 @@ def _is_path(job: str) -> bool:
 def _find_stored(text: str, version: int | None) -> _Stored:
     """Return the model of a run folder, or of a file. Raises `DataError`."""
     if version is not None:
-        raise typer.BadParameter(f"--version {version}: {text} has one model; expected a job for another version")
+        raise typer.BadParameter(f"--model-version {version}: {text} has one model; expected a job for another version")
     path = Path(text)
     if not path.is_dir():
         return _Stored(path, "", str(path))

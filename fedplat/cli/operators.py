@@ -32,7 +32,9 @@ def add(
     expires: Annotated[
         str, typer.Option(metavar="TIME", help="Validity, such as 90d or 12h. Default: never expires.")
     ] = "",
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="File for the profile. Default: stdout.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--to", metavar="FILE", help="File for the profile. Default: stdout.")
+    ] = None,
     server: ServerOption = None,
 ) -> None:
     """Add an operator and write its profile.

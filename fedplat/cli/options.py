@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated
 
 import typer
 
 from fedplat.admin.patience import DEFAULT_TIMEOUT_S
+from fedplat.command_line.with_typer import read_duration
 
 ServerOption = Annotated[
     str | None,
@@ -16,35 +16,32 @@ ServerOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def _finite(seconds: float | None) -> float | None:
-    if seconds is not None and not 0.0 <= seconds < math.inf:
-        raise typer.BadParameter(f"{seconds:g}: expected a number of seconds, 0 or more")
-    return seconds
-
-
 TimeoutOption = Annotated[
     float | None,
     typer.Option(
         "--timeout",
-        metavar="SECONDS",
-        callback=_finite,
+        metavar="DURATION",
+        parser=read_duration,
         help="How long to retry while the server cannot be reached (unknown host name, refused connection, no "
-        f"leader). Default: {DEFAULT_TIMEOUT_S:g}.",
+        f"leader). Default: {DEFAULT_TIMEOUT_S:g}s.",
     ),
 ]
 StatusTimeoutOption = Annotated[
     float | None,
     typer.Option(
-        "--timeout", metavar="SECONDS", callback=_finite, help="How long to wait for the server to answer. Default: 0."
+        "--timeout",
+        metavar="DURATION",
+        parser=read_duration,
+        help="How long to wait for the server to answer. Default: 0.",
     ),
 ]
 AnyTimeoutOption = Annotated[
     float | None,
     typer.Option(
         "--timeout",
-        metavar="SECONDS",
-        callback=_finite,
-        help=f"How long to wait for the server to answer. Default: {DEFAULT_TIMEOUT_S:g} for job submit and job watch, "
-        "0 for all other commands.",
+        metavar="DURATION",
+        parser=read_duration,
+        help=f"How long to wait for the server to answer. Default: {DEFAULT_TIMEOUT_S:g}s for job submit and job "
+        "watch, 0 for all other commands.",
     ),
 ]

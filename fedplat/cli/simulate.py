@@ -24,6 +24,7 @@ from rich.text import Text
 from fedplat import errors, texts
 from fedplat.cli import formats, options, output, session
 from fedplat.cli.output import Output
+from fedplat.command_line.with_typer import read_duration
 from fedplat.config.user_code import wrap_errors
 from fedplat.errors import JobFileError
 from fedplat.job import planning
@@ -57,7 +58,7 @@ def simulate(  # noqa: PLR0913 - a command's parameters are its options
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the file; repeatable.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Folder for the results. Default: runs/NAME.")
+        Path | None, typer.Option("--dir", metavar="DIR", help="Folder for the results. Default: runs/NAME.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run in the output folder.")] = False,
     plots: Annotated[
@@ -69,7 +70,14 @@ def simulate(  # noqa: PLR0913 - a command's parameters are its options
         typer.Option("--mlflow", metavar="URI", help="Tracking server, database or folder of MLflow for the rounds."),
     ] = "",
     checkpoint_s: Annotated[
-        float, typer.Option(min=0.0, help="Seconds between checkpoints, from which a run can be resumed.")
+        float,
+        typer.Option(
+            "--checkpoint-every",
+            metavar="DURATION",
+            parser=read_duration,
+            show_default=f"{CHECKPOINT_S:g}s",
+            help="Time between checkpoints, from which a run can be resumed.",
+        ),
     ] = CHECKPOINT_S,
     show_data: Annotated[
         bool, typer.Option("--show-data", help="Show how data is split over clients, and exit.")
@@ -119,7 +127,7 @@ def _changes(
 
 def _command(file: Path, run_folder: RunFolderOptions, changes: list[str]) -> str:
     """Return the command that resumes a run."""
-    words = ["fedplat", "simulate", str(file), "--resume", "--output", str(run_folder.folder)]
+    words = ["fedplat", "simulate", str(file), "--resume", "--dir", str(run_folder.folder)]
     for change in changes:
         words += ["--set", change]
     words += ["--tensorboard"] if run_folder.tensorboard else []

@@ -21,6 +21,7 @@ from fedplat import sweep as sweeps
 from fedplat.cli import formats, session, simulate
 from fedplat.cli.options import JsonOption
 from fedplat.cli.output import Output, table
+from fedplat.command_line.with_typer import read_duration
 from fedplat.config.toml_text import format_toml
 from fedplat.simulation.run_folder import CHECKPOINT_S
 from fedplat.sweep import StepProgress, SweepFile, SweepResult, SweepRow, plan
@@ -36,13 +37,20 @@ def sweep(  # noqa: PLR0913 - a command's parameters are its options
     ] = 0,
     ray: Annotated[bool, typer.Option("--ray", help="Compute runs on the Ray cluster at RAY_ADDRESS.")] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Folder for the results. Default: sweeps/NAME.")
+        Path | None, typer.Option("--dir", metavar="DIR", help="Folder for the results. Default: sweeps/NAME.")
     ] = None,
     plots: Annotated[
         bool | None, typer.Option("--plots/--no-plots", help="Draw plots. Default: if matplotlib is installed.")
     ] = None,
     checkpoint_s: Annotated[
-        float, typer.Option(min=0.0, help="Seconds between checkpoints of a run, from which it is continued.")
+        float,
+        typer.Option(
+            "--checkpoint-every",
+            metavar="DURATION",
+            parser=read_duration,
+            show_default=f"{CHECKPOINT_S:g}s",
+            help="Time between checkpoints of a run, from which it is continued.",
+        ),
     ] = CHECKPOINT_S,
     show_plan: Annotated[bool, typer.Option("--plan", help="Show the configurations and the work, and exit.")] = False,
     as_json: JsonOption = False,
@@ -72,7 +80,7 @@ def _command(file: Path, output: Path | None, options: WorkerOptions) -> str:
     words = ["fedplat", "sweep", str(file)]
     words += ["--jobs", str(options.jobs)] if options.jobs else []
     words += ["--ray"] if options.ray else []
-    return shlex.join([*words, "--output", str(output)] if output is not None else words)
+    return shlex.join([*words, "--dir", str(output)] if output is not None else words)
 
 
 def _run(out: Output, file: SweepFile, folder: Path, options: WorkerOptions) -> SweepResult:

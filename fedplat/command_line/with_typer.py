@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 import typer.core
 
+from fedplat import texts
 from fedplat.command_line import groups, settings
 
 typer.core.HAS_RICH = False  # else typer 0.20 escapes the brackets of plain help for Rich: "\\[default: 1]"
@@ -23,6 +24,16 @@ class TyperConfiguredCommand(settings.ConfiguredCommand, typer.core.TyperCommand
     """A command of typer with variables and a file; it has a parameter of the type `ConfigOption`."""
 
     error_class = typer.BadParameter
+
+
+def read_duration(value: str | float) -> float:
+    """Return the seconds of an option: of its text or its default. Raises `typer.BadParameter`."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return texts.parse_duration(value)
+    except ValueError as exc:
+        raise typer.BadParameter(str(exc)) from exc
 
 
 def make_group(text: str) -> typer.Typer:

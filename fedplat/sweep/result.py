@@ -209,13 +209,13 @@ def open_folder(folder: Path, file: SweepFile) -> Generator[SweepFolder]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as exc:
             raise DataError(
-                f"another process computes the sweep in {folder}; wait for it, or choose another folder (--output)"
+                f"another process computes the sweep in {folder}; wait for it, or choose another folder (--dir)"
             ) from exc
         recorded = folders.read_json(folder / SWEEP) if (folder / SWEEP).exists() else None
         if recorded is None and store.runs.exists() and any(store.runs.iterdir()):
             raise DataError(
                 f"{store.runs} has files that belong to no sweep, since {folder} has no {SWEEP}: choose another folder "
-                "(--output), or move them away"
+                "(--dir), or move them away"
             )
         if recorded is not None and _has_work(store.runs):
             _compare(folder, recorded, inputs)
@@ -265,7 +265,7 @@ def _compare(folder: Path, recorded: Mapping[str, Any], inputs: Mapping[str, Any
             values = (str(each) if part == "versions" else _format(each) for each in (before, now))
             raise DataError(
                 f"the sweep in {folder} {difference.format(key, *values)}; continue with {same}, or choose another "
-                "folder (--output)"
+                "folder (--dir)"
             )
 
 

@@ -186,7 +186,7 @@ class Code(Enum):
     NO_OPERATOR = (
         "UNAUTHENTICATED",
         "this call needs an operator's token, which is in an operator's profile (an admin creates one with fedplat "
-        "operator add NAME --out FILE, or on the server's host with fedplat-server operator add NAME --out FILE)",
+        "operator add NAME --to FILE, or on the server's host with fedplat-server operator add NAME --to FILE)",
     )
     ROLE_TOO_LOW = "PERMISSION_DENIED", "the operator's role does not allow this"
     TOO_MANY_LOGINS = "RESOURCE_EXHAUSTED", "too many calls of this caller were refused", RetryWindow(1.0, 10.0)

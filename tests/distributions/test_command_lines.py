@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +94,50 @@ def test_each_option_of_a_daemon_is_a_variable_and_a_key_of_a_file(program: str,
                 context = command.make_context(name, [*words, *arguments], parent=click.Context(root))
             found.append(context.params[option.name or ""])
         assert found[0] == found[1] == found[2] != option.default, key
+
+
+TWO_FORMS = {
+    "--tensorboard": "a simulation has a folder for its events, and `job watch` has none",
+    "--state": "clients and jobs have different states",
+    "--to": "a model is exported to a file, or in other formats to a folder",
+}
+"""Options that are not written in one way, and why."""
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_no_option_has_two_meanings(program: str) -> None:
+    """A name has one form of values in all commands, and a letter stands for one name."""
+    forms: dict[str, tuple[object, ...]] = {}
+    for node in trees.walk(program):
+        for option in node.options:
+            form = (option.is_flag, option.is_flag or option.metavar or option.type.name.split()[0])
+            for name in option.opts:
+                found = forms.setdefault(name, form)
+                assert found == form or name in TWO_FORMS, (node.words, name, found, form)
+            if option.name == "form" and "--output" in option.opts:
+                assert option.opts == ["--output", "-o"]
+    assert forms.get("-n", (False, "N")) == (False, "N")
+
+
+@pytest.mark.parametrize("program", PROGRAMS[:2])
+def test_old_names_are_those_of_options_that_are_there(program: str) -> None:
+    """Each old name is free, and the new one exists; test_groups.py shows that they are replaced."""
+    root: Any = trees.load_programs()[program]
+    nodes = {node.path: node for node in trees.walk(program)}
+    page = (Path(__file__).parents[2] / "docs" / "upgrading.md").read_text()
+    for path, names in root.renamed.items():
+        known = {name for option in nodes[path].options for name in (*option.opts, *option.secondary_opts)}
+        for old, new in names.items():
+            assert new in known, (path, new)
+            assert old not in known, (path, old)
+            rows = [line for line in page.splitlines() if f"`{program} {path}`" in line]
+            assert any(f"`{old}" in row and f"`{new}" in row for row in rows), (path, old)
+
+
+def test_the_reference_is_up_to_date() -> None:
+    """`make cli-reference` writes it."""
+    root = Path(__file__).parents[2]
+    made = subprocess.run(
+        [sys.executable, str(root / "docs" / "site" / "cli_reference.py")], capture_output=True, text=True, check=True
+    )
+    assert made.stdout == (root / "docs" / "cli.md").read_text()

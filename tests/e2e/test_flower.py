@@ -105,7 +105,7 @@ class Deployment:
 
     def submit(self, *options: str, status: int = 0) -> str:
         arguments = ["flower", "run", str(self.app), "--server", self.server.address, "--population", self.app.name]
-        said = run_fedplat(self.server, *arguments, "--no-watch", *options, status=status)
+        said = run_fedplat(self.server, *arguments, "--no-follow", *options, status=status)
         if status == 0:
             self.job_id = re.findall(rf"job {self.app.name} \((j-\w+)", said)[0]
         return said

@@ -78,7 +78,7 @@ class Host:
         return deployment.run(commands.app, *line, status=status, environment=self._environment)
 
     def start(self) -> None:
-        line = [str(processes.BIN / "fedplat-server"), "run", "--insecure", "--listen", self.address, "--lease-s", "3"]
+        line = [str(processes.BIN / "fedplat-server"), "run", "--insecure", "--listen", self.address, "--lease", "3"]
         with process_logs.open_log(self.log) as log:
             self._process = subprocess.Popen(
                 [*line, "--data-dir", str(self.folder), *self.shared],

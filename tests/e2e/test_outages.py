@@ -103,7 +103,7 @@ def test_nothing_is_lost_while_one_after_the_other_is_away(tmp_path: Path, postg
     log = logging.getLogger(__name__)
     with contextlib.ExitStack() as stack:
         stack.callback(receiver.stop)
-        options = ("--database", url, "--webhook-network", "127.0.0.0/8", "--lease-s", "2")
+        options = ("--database", url, "--webhook-network", "127.0.0.0/8", "--lease", "2")
         server = stack.enter_context(processes.server(tmp_path / "server", *options))
         admin = stack.enter_context(server.admin())
         dashboard = Dashboard(server)

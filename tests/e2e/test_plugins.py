@@ -101,7 +101,7 @@ def test_plugins_on_a_server_and_its_clients(tmp_path: Path) -> None:
         both = [client(tmp_path, server, name, codec) for name in ("second", "third")]
         with processes.processes(both, tmp_path / "clients.log"), server.admin() as admin:
             assert [event.to_state for event in admin.watch_job("own")][-1] == "COMPLETED"
-        run_fedplat(server, "model", "export", "own", "--output", str(tmp_path / "out.safetensors"))
+        run_fedplat(server, "model", "export", "own", "--to", str(tmp_path / "out.safetensors"))
         model = Parameters.open(tmp_path / "out.safetensors")
         np.testing.assert_allclose(model["weight"], expected(), rtol=1e-5)
         deployment.run(commands.app, "verify", "--live", "--data-dir", str(tmp_path / "server"))

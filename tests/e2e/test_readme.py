@@ -152,7 +152,7 @@ def test_simulations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number, command in enumerate(commands):
         if "mnist" in command and not (data / "mnist.npz").exists():
             continue
-        small = ["--rounds", "1", "--no-plots", "--json", "--output", str(tmp_path / str(number))]
+        small = ["--rounds", "1", "--no-plots", "--json", "--dir", str(tmp_path / str(number))]
         if "million" in command:
             small += ["--set", "simulation.fleet.num_clients=20000"]
         done = CliRunner().invoke(app, [*command.split(), *small], env={"FEDPLAT_DATA": str(data)})

@@ -199,7 +199,7 @@ def _tickets(site: Site, mine: dict[str, str], where: Sequence[str]) -> Ticket:
 
 def _operator(site: Site, where: Sequence[str]) -> Path:
     path = site.folder / "ben.toml"
-    site.told("fedplat-server", "operator", "add", "ben", "--role", "viewer", "--out", str(path), *where)
+    site.told("fedplat-server", "operator", "add", "ben", "--role", "viewer", "--to", str(path), *where)
     return path
 
 

@@ -24,7 +24,7 @@ class Host:
         self.own = self.shared
         self.folder = folder
         self.command = [str(processes.BIN / "fedplat-server"), "run", "--share-port", "--listen", self.shared]
-        self.command += ["--data-dir", str(folder), "--database", database, "--lease-s", "3"]
+        self.command += ["--data-dir", str(folder), "--database", database, "--lease", "3"]
 
     def admin(self, address: str) -> AdminClient:
         """An operator on a connection of its own."""

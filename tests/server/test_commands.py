@@ -217,7 +217,7 @@ def test_init_with_a_host_that_cannot_be_makes_nothing(run: Run, data: Path, hos
 def test_an_operator_is_added_listed_and_removed(run: Run, data: Path, tmp_path: Path) -> None:
     run("init")
     out_file = tmp_path / "ben.toml"
-    status, out, err = run("operator", "add", "ben", "--role", "viewer", "--expires", "90d", "--out", str(out_file))
+    status, out, err = run("operator", "add", "ben", "--role", "viewer", "--expires", "90d", "--to", str(out_file))
     token = profile.load(out_file).token
     assert (status, err, token in out) == (0, "", False)
     assert stat.S_IMODE(out_file.stat().st_mode) == 0o600
@@ -265,12 +265,12 @@ def test_an_operator_whose_profile_cannot_be_written_is_not_made(run: Run, data:
     run("init")
     (tmp_path / "file").write_text("")
     where = str(tmp_path / "file" / "ben.toml")
-    assert "cannot be written" in line_of(run("operator", "add", "ben", "--role", "viewer", "--out", where), 2)
+    assert "cannot be written" in line_of(run("operator", "add", "ben", "--role", "viewer", "--to", where), 2)
     taken = tmp_path / "taken.toml"
     taken.write_text("")
-    assert "exists already" in line_of(run("operator", "add", "ben", "--role", "viewer", "--out", str(taken)), 2)
+    assert "exists already" in line_of(run("operator", "add", "ben", "--role", "viewer", "--to", str(taken)), 2)
     free = tmp_path / "free.toml"
-    line_of(run("operator", "add", "admin", "--role", "viewer", "--out", str(free)), 1)
+    line_of(run("operator", "add", "admin", "--role", "viewer", "--to", str(free)), 1)
     assert not free.exists()
     assert [one.name for one in operators_of(data)] == ["admin"]
 
@@ -405,7 +405,7 @@ def test_prune_beside_a_daemon_is_refused_as_a_failure_that_passes(run: Run, dat
 
 def test_another_profile_has_the_address_of_the_first_one(run: Run, data: Path, tmp_path: Path) -> None:
     run("init", "--host", "fed.example.org", "--port", "7000")
-    assert run("operator", "add", "ben", "--role", "viewer", "--out", str(tmp_path / "ben.toml"))[0] == 0
+    assert run("operator", "add", "ben", "--role", "viewer", "--to", str(tmp_path / "ben.toml"))[0] == 0
     assert profile.load(tmp_path / "ben.toml").server == "fed.example.org:7000"
 
 

@@ -260,9 +260,9 @@ SHARED = ["--share-port", "--database", "postgresql://x/y", "--listen", "localho
             [*SHARED, "--advertise", "localhost:7444", "--listen", "localhost:0"],
             "needs a port number that is the same for all",
         ),
-        (["--grace-s", "inf"], "--grace-s inf"),
-        (["--evaluation-s", "0"], "--evaluation-s 0"),
-        (["--evaluation-s", "nan"], "--evaluation-s nan"),
+        (["--grace", "inf"], "'inf' is not a duration"),
+        (["--evaluation-timeout", "0"], "--evaluation-timeout 0"),
+        (["--lease", "0.1s"], "--lease 0.1: expected at least 0.3s"),
         (["--evaluator", "rubbish"], "--evaluator rubbish: expected NAME=module:name"),
         (["--evaluator", "=json:loads"], "expected NAME=module:name"),
         (["--trainer", "a=nothing.py:trainer"], "--trainer a=nothing.py:trainer: there is no file"),
@@ -301,7 +301,7 @@ def test_what_only_the_start_finds_is_one_line_too(folder: Path) -> None:
     assert "cannot listen on 256.1.1.1:0" in only_line(done, 2)
 
 
-@pytest.mark.parametrize("arguments", [["run", "--no-such-option"], ["no-such-command"], ["run", "--grace-s", "x"]])
+@pytest.mark.parametrize("arguments", [["run", "--no-such-option"], ["no-such-command"], ["run", "--grace", "x"]])
 def test_wrong_usage_is_plain_text(
     arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

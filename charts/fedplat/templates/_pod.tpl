@@ -191,9 +191,9 @@ done
 - {{ printf "--traces=%s" .Values.traces.endpoint | quote }}
 {{- end }}
 {{- if eq .Values.database.type "postgresql" }}
-- "--lease-s={{ .Values.leaseSeconds }}"
+- "--lease={{ .Values.leaseSeconds }}"
 {{- end }}
-- "--grace-s={{ .Values.graceSeconds }}"
+- "--grace={{ .Values.graceSeconds }}"
 - "--upload-memory-mib={{ .Values.uploadMemoryMiB | int }}"
 - "--log-level={{ .Values.logLevel }}"
 {{- range .Values.trustedProxies }}

@@ -113,11 +113,11 @@ def begin(folder: Path, inputs: Mapping[str, Any], *, resumable: bool = True) ->
     """
     if (folder / RUN).exists():
         advice = "resume it (--resume), or choose" if resumable else "choose"
-        raise DataError(f"{folder} has a run already; {advice} another folder (--output)")
+        raise DataError(f"{folder} has a run already; {advice} another folder (--dir)")
     if found := [name for name in (ROUNDS, RESULTS, MODEL, PARTICIPATION, JOURNAL) if (folder / name).exists()]:
         raise DataError(
             f"{folder} has {', '.join(found)} and no {RUN}, so they are not of a run or it was lost, and a run would "
-            "replace them; choose another folder (--output)"
+            "replace them; choose another folder (--dir)"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +21,7 @@ from fedplat.command_line.with_typer import (
     make_group,
     print_about,
     print_version,
+    read_duration,
 )
 from fedplat_server import __version__
 from fedplat_server.auth import addresses
@@ -77,6 +77,13 @@ _HINT = re.compile(r"fedplat-server (init|run|pool run|certificates (renew|rotat
 
 class _Commands(TyperCommands):
     """The commands; a message that names another one repeats the options of the command line."""
+
+    renamed = {  # noqa: RUF012 -- a constant
+        "run": {"--lease-s": "--lease", "--grace-s": "--grace", "--evaluation-s": "--evaluation-timeout"},
+        "operator add": {"--out": "--to"},
+        "metrics grafana": {"--output": "--to", "-o": "--to"},
+        "metrics rules": {"--output": "--to", "-o": "--to"},
+    }
 
     @override
     def invoke(self, ctx: click.Context) -> object:
@@ -202,7 +209,14 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
         ),
     ] = None,
     evaluation_s: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Time limit for the evaluation of one model.")
+        float,
+        typer.Option(
+            "--evaluation-timeout",
+            metavar="DURATION",
+            parser=read_duration,
+            show_default="10m",
+            help="Time limit for the evaluation of one model.",
+        ),
     ] = 600.0,
     dashboard: Annotated[
         str,
@@ -246,7 +260,11 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
     lease_s: Annotated[
         float,
         typer.Option(
-            metavar="SECONDS", help="Time after which another daemon takes over from a leader that does not respond."
+            "--lease",
+            metavar="DURATION",
+            parser=read_duration,
+            show_default="6s",
+            help="Time after which another daemon takes over from a leader that does not respond.",
         ),
     ] = 6.0,
     upload_memory_mib: Annotated[
@@ -278,7 +296,14 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
         ),
     ] = "",
     grace_s: Annotated[
-        float, typer.Option(min=0.0, metavar="SECONDS", help="Time limit for draining after SIGTERM.")
+        float,
+        typer.Option(
+            "--grace",
+            metavar="DURATION",
+            parser=read_duration,
+            show_default="10s",
+            help="Time limit for draining after SIGTERM.",
+        ),
     ] = 10.0,
     reflection: Annotated[bool, typer.Option("--reflection", help="Enable gRPC server reflection.")] = False,
     traces: Annotated[
@@ -307,11 +332,9 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
         if address:
             parse_host(address, option)
     if not 0.3 <= lease_s <= 3600.0:
-        raise ConfigError(f"--lease-s {lease_s}: expected a number of seconds, at least 0.3 and at most an hour")
-    if not math.isfinite(grace_s):
-        raise ConfigError(f"--grace-s {grace_s}: expected a number of seconds")
+        raise ConfigError(f"--lease {lease_s:g}: expected at least 0.3s and at most an hour")
     if not evaluation_s > 0.0:
-        raise ConfigError(f"--evaluation-s {evaluation_s}: expected a number of seconds above 0")
+        raise ConfigError(f"--evaluation-timeout {evaluation_s:g}: expected a time above 0")
     if share_port:
         run_options.check_shared_port(listen, advertise, database or "")
     job_metrics = run_options.read_job_metrics(job_metric or [], metrics)

@@ -168,7 +168,9 @@ def add_operator(  # noqa: PLR0913 -- one parameter for each option of the comma
     expires: Annotated[
         str | None, typer.Option(metavar="TIME", help="Lifetime of the token, such as 90d or 12h. Default: unlimited.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="File for the profile. Default: stdout.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--to", metavar="FILE", help="File for the profile. Default: stdout.")
+    ] = None,
     server: Annotated[
         str | None,
         typer.Option(
@@ -188,7 +190,7 @@ def add_operator(  # noqa: PLR0913 -- one parameter for each option of the comma
     The profile holds the operator's token, which cannot be shown again.
     """
     if out is not None and out.exists():
-        raise errors.ConfigError(f"{out} exists already and is not replaced; choose another --out")
+        raise errors.ConfigError(f"{out} exists already and is not replaced; choose another --to")
     try:
         expires_in_s = audit.parse_duration_s(expires) if expires is not None else None
     except errors.ConfigError as exc:

@@ -14,7 +14,7 @@ from fedplat_server.errors import ConfigError
 
 app = make_group("Print the Grafana dashboard and the alert rules.")
 Output = Annotated[
-    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to this file instead of the terminal.")
+    Path | None, typer.Option("--to", metavar="FILE", help="Write to this file instead of the terminal.")
 ]
 
 
@@ -41,4 +41,4 @@ def _write(name: str, output: Path | None) -> None:
     try:
         output.write_bytes(content)
     except OSError as exc:
-        raise ConfigError(f"--output {output}: the file cannot be written: {exc.strerror}") from exc
+        raise ConfigError(f"--to {output}: the file cannot be written: {exc.strerror}") from exc

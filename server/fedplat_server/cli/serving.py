@@ -378,4 +378,4 @@ def _print_commands(served: DevAddresses, operate: str, ticket: Path) -> None:
     print(f"the server is ready at {served.listen}{http}; Ctrl-C stops it. In another terminal:")
     print(f"  see its status  {operate} status")
     print(f"  run a client    {client} --trainer NAME=FILE.py:FUNCTION")
-    print(f"  submit a job    {operate} job submit job.toml --watch", flush=True)
+    print(f"  submit a job    {operate} job submit job.toml --follow", flush=True)

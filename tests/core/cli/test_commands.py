@@ -260,7 +260,7 @@ def test_job_submit_that_cannot_start_says_where_the_draft_is(run: Run, state: S
 def test_job_submit_and_watch(run: Run, state: State, job_file: str):
     state.add_events(*script(), ending())
     state.ends_started_jobs = True
-    result = run("job", "submit", job_file, "--watch")
+    result = run("job", "submit", job_file, "--follow")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[0].endswith("is RUNNING")
@@ -401,7 +401,7 @@ COMMANDS = [
     ("job", "set", "x", "retention.versions=5"),
     ("client", "list"),
     ("model", "list", "x"),
-    ("model", "export", "x", "--output", "never-written"),
+    ("model", "export", "x", "--to", "never-written"),
 ]
 
 
@@ -449,9 +449,9 @@ def test_global_options_stand_before_or_after(run: Run, server: FakeServer, clos
         (("job", "show", "a", "b"), "unexpected extra argument"),
         (("job", "list", "--jason"), "No such option"),
         (("job", "submit"), "Missing argument 'FILE'"),
-        (("model", "export", "j"), "Missing option '--output'"),
-        (("model", "export", "j", "--output", "f", "--version", "x"), "Invalid value for '--version'"),
-        (("model", "export", "j", "--output", "f", "--version", "-1"), "Invalid value for '--version'"),
+        (("model", "export", "j"), "Missing option '--to'"),
+        (("model", "export", "j", "--to", "f", "--model-version", "x"), "Invalid value for '--model-version'"),
+        (("model", "export", "j", "--to", "f", "--model-version", "-1"), "Invalid value for '--model-version'"),
         (("status", "--server", "nowhere"), "expected host:port"),
         (("--server", "1:2:3", "status"), "expected host:port"),
     ],

@@ -74,7 +74,7 @@ def run(*arguments: object, status: int = 0) -> Result:
 
 @pytest.mark.parametrize("name", ["dataset", "make"])
 def test_a_dataset_of_a_module(source: Path, tmp_path: Path, name: str) -> None:
-    result = run("pack", f"{source}:{name}", "--out", tmp_path / "a" / "data")
+    result = run("pack", f"{source}:{name}", "--dir", tmp_path / "a" / "data")
     assert result.stdout.startswith("packed 6 examples (")
     inputs, targets = PackedReader(tmp_path / "a" / "data").read(range(6))
     np.testing.assert_array_equal(inputs, np.arange(12, dtype=np.float32).reshape(6, 2))
@@ -87,7 +87,7 @@ def test_arrays_and_the_result_as_json(tmp_path: Path) -> None:
     np.save(tmp_path / "y.npy", targets)
     out = tmp_path / "data"
     options = ("--inputs", "x", "--targets", "y", "--shard-mb", "0.05", "--json")
-    facts = json.loads(run("pack", tmp_path, "--out", out, *options).stdout)
+    facts = json.loads(run("pack", tmp_path, "--dir", out, *options).stdout)
     index = PackedReader(out).index
     assert facts == {
         "path": str(out),
@@ -107,7 +107,7 @@ def test_small_archives_in_the_order_of_their_names(tmp_path: Path) -> None:
     inputs, targets = examples(10)
     for number, part in enumerate((slice(0, 3), slice(3, 4), slice(4, 10))):
         np.savez(tmp_path / f"{number}.npz", inputs=inputs[part], targets=targets[part])
-    run("pack", tmp_path, "--out", tmp_path / "data")
+    run("pack", tmp_path, "--dir", tmp_path / "data")
     found = PackedReader(tmp_path / "data").read(range(10))
     np.testing.assert_array_equal(found[0], inputs)
     np.testing.assert_array_equal(found[1], targets)
@@ -125,7 +125,7 @@ def test_small_archives_in_the_order_of_their_names(tmp_path: Path) -> None:
     ],
 )
 def test_a_dataset_that_cannot_be_packed(source: Path, tmp_path: Path, name: str, message: str) -> None:
-    result = run("pack", f"{source}:{name}", "--out", tmp_path / "data", status=2)
+    result = run("pack", f"{source}:{name}", "--dir", tmp_path / "data", status=2)
     assert message in result.stderr
     assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"source.py"}
 
@@ -134,7 +134,7 @@ def test_files_that_cannot_be_packed(tmp_path: Path) -> None:
     folder = tmp_path / "files"
 
     def refused() -> str:
-        error = run("pack", folder, "--out", tmp_path / "data", status=2).stderr
+        error = run("pack", folder, "--dir", tmp_path / "data", status=2).stderr
         assert not (tmp_path / "data").exists()
         return error
 
@@ -157,12 +157,12 @@ def test_files_that_cannot_be_packed(tmp_path: Path) -> None:
 def test_an_existing_folder_stays_as_it_is(source: Path, tmp_path: Path) -> None:
     assert (
         "exists; expected the name of a new folder"
-        in run("pack", f"{source}:dataset", "--out", tmp_path, status=2).stderr
+        in run("pack", f"{source}:dataset", "--dir", tmp_path, status=2).stderr
     )
 
 
 def test_a_damaged_folder(source: Path, tmp_path: Path) -> None:
-    run("pack", f"{source}:dataset", "--out", tmp_path / "data")
+    run("pack", f"{source}:dataset", "--dir", tmp_path / "data")
     with open(tmp_path / "data" / "shard-00000.arrow", "r+b") as file:
         file.seek(700)
         file.write(b"?")
@@ -172,7 +172,7 @@ def test_a_damaged_folder(source: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_packing_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fedplat.cli", "data", "pack", "source.py:waiting", "--out", "data"]
+    command = [sys.executable, "-m", "fedplat.cli", "data", "pack", "source.py:waiting", "--dir", "data"]
     (tmp_path / "source.py").write_text(WAITING)
     command += ["--shard-mb", "0.01"]
     with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -189,6 +189,6 @@ def test_an_interrupted_packing_leaves_nothing(number: signal.Signals, tmp_path:
 
 def test_pyarrow_is_missing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    error = run("pack", f"{source}:dataset", "--out", tmp_path / "data", status=2).stderr
+    error = run("pack", f"{source}:dataset", "--dir", tmp_path / "data", status=2).stderr
     assert error == f"error: packed data needs pyarrow; install it with: {install_command('tables')}\n"
     assert install_command("tables") in run("check", tmp_path, status=2).stderr

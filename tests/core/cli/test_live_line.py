@@ -96,7 +96,7 @@ def test_without_a_terminal_a_long_run_prints_few_lines(monkeypatch: pytest.Monk
 def test_a_real_run_draws_one_line_on_a_terminal(tmp_path: Path):
     write_digits(tmp_path)
     folder = str(tmp_path / "run")
-    command = [*FEDPLAT, "simulate", str(tmp_path / "digits.toml"), "--no-plots", "--output", folder]
+    command = [*FEDPLAT, "simulate", str(tmp_path / "digits.toml"), "--no-plots", "--dir", folder]
     with Terminal(command, columns=80) as terminal:
         assert terminal.finish() == 0
     drawn, result = terminal.text.split("status", 1)

@@ -103,7 +103,7 @@ def test_both_formats_load_without_fedplat(run: Run, here: Path) -> None:
         save_base(bases[name], f"{name}-base")
         for form in ("peft", "merged"):
             common = ["--format", form, "--model", f"chat.py:make_{name}", "--base", f"{name}-base"]
-            done = run("model", "export", f"{name}.safetensors", "--output", f"{name}-{form}", *common)
+            done = run("model", "export", f"{name}.safetensors", "--to", f"{name}-{form}", *common)
             assert done.exit_code == 0, done.output
             assert done.stderr == ""
             pretrained = f"{name}-base,peft={name}-peft" if form == "peft" else f"{name}-merged"
@@ -158,7 +158,7 @@ def test_the_model_of_a_job_and_of_a_run_folder_belong_to_their_base(run: Run, s
         for place in ("chat", "runs/chat"):
             folder = f"{place.replace('/', '-')}-{number}"
             done = run(
-                "model", "export", place, "--output", folder, "--format", "peft", "--base", "base", "--adapter", adapter
+                "model", "export", place, "--to", folder, "--format", "peft", "--base", "base", "--adapter", adapter
             )
             if stated == digest:
                 assert done.exit_code == 0, done.output
@@ -171,7 +171,7 @@ def test_the_model_of_a_job_and_of_a_run_folder_belong_to_their_base(run: Run, s
     (here / "runs/chat/run.json").write_text(json.dumps({"simulation": {"config": {}}}))  # stated by none
     record = parsed(
         run(
-            *("model", "export", "runs/chat", "--output", "whole", "--format", "merged", "--json"),
+            *("model", "export", "runs/chat", "--to", "whole", "--format", "merged", "--json"),
             *("--model", "chat.py:make_llama"),
         )
     )

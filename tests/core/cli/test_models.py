@@ -33,10 +33,10 @@ def test_model_list(run: Run, state: State):
 
 def test_model_export(run: Run, state: State, tmp_path: Path):
     path = tmp_path / "m.safetensors"
-    result = run("model", "export", "digits", "--output", str(path))
+    result = run("model", "export", "digits", "--to", str(path))
     assert result.stdout == f"wrote version 1 (5.9 KiB) to {path}\n"
     assert path.read_bytes() == b"second" * 1000
-    record = parsed(run("model", "export", "digits", "--version", "0", "--output", str(path), "--json"))
+    record = parsed(run("model", "export", "digits", "--model-version", "0", "--to", str(path), "--json"))
     assert record == {"version": 0, "digest": state.versions[0].model.digest, "size_bytes": 5, "path": str(path)}
     assert path.read_bytes() == b"first"
 
@@ -48,7 +48,7 @@ def test_an_exported_model_is_for_its_owner_only(run: Run, tmp_path: Path):
     path.chmod(0o644)
     before = os.umask(0o022)
     try:
-        assert run("model", "export", "digits", "--output", str(path)).exit_code == 0
+        assert run("model", "export", "digits", "--to", str(path)).exit_code == 0
     finally:
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -58,14 +58,14 @@ def test_an_exported_model_is_for_its_owner_only(run: Run, tmp_path: Path):
 def test_model_export_that_fails(run: Run, state: State, tmp_path: Path):
     path = tmp_path / "m.safetensors"
     for target in (tmp_path, tmp_path / "nowhere" / "m"):
-        result = run("model", "export", "digits", "--output", str(target))
+        result = run("model", "export", "digits", "--to", str(target))
         assert result.exit_code == 2
-        assert result.stderr == f"error: --output is {target}; expected a file in an existing folder\n"
-    result = run("model", "export", "digits", "--output", str(tmp_path / ("x" * 300)))
+        assert result.stderr == f"error: --to is {target}; expected a file in an existing folder\n"
+    result = run("model", "export", "digits", "--to", str(tmp_path / ("x" * 300)))
     assert result.exit_code == 1
     assert result.stderr.endswith("cannot be written: File name too long\n")
     state.damage = "bytes"
-    result = run("model", "export", "digits", "--output", str(path))
+    result = run("model", "export", "digits", "--to", str(path))
     assert result.exit_code == 1
     assert result.stderr.startswith("error: the received model is damaged: ")
     assert list(tmp_path.iterdir()) == []
@@ -82,20 +82,20 @@ def test_options_of_model_export_that_do_not_belong_together(run: Run, tmp_path:
         (["--format", "peft", "--adapter", "a.json"], "--adapter FILE: expected --base DIR, the folder of the base"),
         (["--format", "gguf"], "'gguf' is not one of 'safetensors', 'peft', 'merged'"),
     ):
-        result = run("model", "export", "digits", "--output", str(tmp_path / "out"), *arguments)
+        result = run("model", "export", "digits", "--to", str(tmp_path / "out"), *arguments)
         assert result.exit_code == 2
         assert words in result.stderr
     result = run(
-        "model", "export", "m.safetensors", "--version", "1", "--output", "out", "--format", "peft", "--model", "a:b"
+        "model", "export", "m.safetensors", "--model-version", "1", "--to", "out", "--format", "peft", "--model", "a:b"
     )
-    assert "--version 1: m.safetensors has one model; expected a job for another version" in result.stderr
+    assert "--model-version 1: m.safetensors has one model; expected a job for another version" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_export_names_the_packages_that_it_needs(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "fedplat.pytorch.huggingface", None)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # the command sets it
-    options = ["--output", str(tmp_path / "out"), "--format", "merged", "--model", "chat.py:make"]
+    options = ["--to", str(tmp_path / "out"), "--format", "merged", "--model", "chat.py:make"]
     result = run("model", "export", "digits", *options)
     assert result.exit_code == 2
     assert "--format merged needs PyTorch, transformers and peft; install them with: pip install " in result.stderr

@@ -77,7 +77,7 @@ def test_a_job_is_submitted_to_a_server_that_comes_later(
     late = FakeServer(State())  # only for the environment that a command needs
     late.stop()
     late.port = int(closed_port.rpartition(":")[2])
-    with start(late, "job", "submit", str(job_file), "--watch") as process:
+    with start(late, "job", "submit", str(job_file), "--follow") as process:
         assert process.stderr is not None
         waits = process.stderr.readline()
         with FakeServer(state, port=late.port):

@@ -109,7 +109,7 @@ def test_no_option_takes_a_token(bare: Run) -> None:
 
 def test_an_operator_is_added_with_a_profile_of_its_own(run: Run, server: FakeServer, tmp_path: Path) -> None:
     path = tmp_path / "ben.toml"
-    result = run("operator", "add", "ben", "--role", "viewer", "--expires", "90d", "--out", str(path))
+    result = run("operator", "add", "ben", "--role", "viewer", "--expires", "90d", "--to", str(path))
     assert result.exit_code == 0
     assert TOKEN not in result.output
     assert profile.load(path) == Profile(server.address, "token of ben", insecure=True)
@@ -123,7 +123,7 @@ def test_an_operator_is_added_with_a_profile_of_its_own(run: Run, server: FakeSe
     ]
     assert run("operator", "remove", "ben").exit_code == 0
     assert "ben" not in run("operator", "list").stdout
-    again = run("operator", "add", "x", "--role", "viewer", "--out", str(path))
+    again = run("operator", "add", "x", "--role", "viewer", "--to", str(path))
     assert (again.exit_code, "exists already" in again.stderr) == (2, True)
 
 

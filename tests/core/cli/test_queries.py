@@ -88,7 +88,7 @@ def test_filters_of_jobs(run: Run, state: State):
     def names(*words: str) -> list[str]:
         return run("job", "list", "-o", "name", *words).stdout.split()
 
-    assert names("--status", "paused", "--status", "FAILED") == ids[1:3]
+    assert names("--state", "paused", "--status", "FAILED") == ids[1:3]
     assert names("--population", "phones") == [ids[3]]
     assert names("--search", "JOB-2") == [ids[2]]
     assert names("--since", "2026-11-01") == [ids[0]]
@@ -121,7 +121,7 @@ def test_filters_of_clients_rounds_and_assignments(run: Run, state: State):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("job", "list", "--status", "x"), "'x' is not one of 'draft', 'running'"),
+        (("job", "list", "--state", "x"), "'x' is not one of 'draft', 'running'"),
         (("job", "list", "--since", "7y"), "--since '7y': expected a number and s, m, h, d or w"),
         (("job", "list", "--since", "yesterday"), "expected a duration such as 7d, or a time such as 2026-11-01"),
         (("job", "list", "--limit", "-1"), "-1 is not in the range x>=0"),

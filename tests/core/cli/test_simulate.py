@@ -63,7 +63,7 @@ def test_a_run_and_its_folder(here: Path) -> None:
 
 def test_scheduling_alone(here: Path) -> None:
     write_digits(here)
-    done = run("digits.toml", "--no-training", "--json", "--output", "there")
+    done = run("digits.toml", "--no-training", "--json", "--dir", "there")
     found = json.loads(done.stdout)
     assert found["computed"]["engine"] == "none"
     assert found["summary"]["best"] is None
@@ -95,9 +95,9 @@ def test_the_data_is_shown(here: Path) -> None:
         (["digits.toml", "--set", "simulation.partition.clients=2000"], "needs at least"),
         (["digits.toml", "--set", "simulation.data.source=mnist"], "tf-keras-datasets/mnist.npz"),
         (["digits.toml", "--resume"], "there is no run to resume in runs/digits"),
-        (["digits.toml", "--output", "taken"], "taken has a run already; resume it (--resume)"),
+        (["digits.toml", "--dir", "taken"], "taken has a run already; resume it (--resume)"),
         (
-            ["digits.toml", "--output", "taken", "--resume"],
+            ["digits.toml", "--dir", "taken", "--resume"],
             "the run in taken has aggregation.rule = 'fedavg', and this",
         ),
         (["digits.toml", "--set", "model.initial=nobody:module"], "there is no module 'nobody'"),
@@ -192,7 +192,7 @@ def test_ctrl_c_ends_a_run_in_words(here: Path) -> None:
         output, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     command = (
-        "fedplat simulate digits.toml --resume --output runs/digits "
+        "fedplat simulate digits.toml --resume --dir runs/digits "
         "--set rounds=1000000 --set simulation.engine=processes --set simulation.workers=2 "
         "--tensorboard --mlflow http://127.0.0.1:9"
     )
@@ -217,7 +217,7 @@ def test_ctrl_c_before_a_run_begins_names_no_run_to_resume(here: Path, monkeypat
 @pytest.mark.slow
 def test_a_run_that_was_killed_resumes_and_ends_as_one_that_was_not(here: Path) -> None:
     write_digits(here)
-    arguments = ["digits.toml", "--rounds", "6", "--no-plots", "--checkpoint-s", "0"]
+    arguments = ["digits.toml", "--rounds", "6", "--no-plots", "--checkpoint-every", "0"]
     with subprocess.Popen([*FEDPLAT, "simulate", *arguments], text=True, stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
         while "/6 rounds" not in process.stderr.readline():
@@ -227,7 +227,7 @@ def test_a_run_that_was_killed_resumes_and_ends_as_one_that_was_not(here: Path) 
     done = run(*arguments, "--resume")
     assert done.exit_code == 0, done.output
     assert "results        runs/digits\n" in done.stdout
-    assert run(*arguments, "--output", "whole").exit_code == 0
+    assert run(*arguments, "--dir", "whole").exit_code == 0
     for name in ("model.safetensors", "participation.safetensors", "rounds.jsonl"):
         assert (here / "runs/digits" / name).read_bytes() == (here / "whole" / name).read_bytes(), name
     found, expected = (json.loads((here / name / "results.json").read_text()) for name in ("runs/digits", "whole"))

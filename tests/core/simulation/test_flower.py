@@ -97,7 +97,7 @@ def test_a_run_from_the_command_line(here: Path) -> None:
     assert found["output"] == "runs/small-2"
     taken = run("app", "--output", "runs/small")
     assert taken.exit_code == 2
-    assert taken.stderr.splitlines()[-1] == ("error: runs/small has a run already; choose another folder (--output)")
+    assert taken.stderr.splitlines()[-1] == ("error: runs/small has a run already; choose another folder (--dir)")
 
 
 def test_the_final_bytes_depend_on_the_seed_only(here: Path) -> None:

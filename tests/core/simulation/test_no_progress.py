@@ -106,7 +106,7 @@ def test_the_command_ends_with_the_reason_and_a_status(tmp_path: Path) -> None:
         ("simulation.fleet.fails=1.0", "round 1 failed 1"),
         ("simulation.until_s=0.1", "the virtual time ended (simulation.until_s = 0.1)"),
     ):
-        command = ["simulate", str(file), "--no-plots", "--set", change, "-o", str(tmp_path / change)]
+        command = ["simulate", str(file), "--no-plots", "--set", change, "--dir", str(tmp_path / change)]
         done = CliRunner().invoke(app.app, command)
         assert done.exit_code == 1
         assert f"error: study is not complete: {why}" in " ".join(done.stderr.split())

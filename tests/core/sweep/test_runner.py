@@ -46,7 +46,7 @@ def start(tmp_path: Path) -> Generator[Start]:
 
     def start(output: str, *arguments: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [*FEDPLAT, "--output", output, *arguments],
+            [*FEDPLAT, "--dir", output, *arguments],
             cwd=tmp_path,
             env={**os.environ, "PYTHONWARNINGS": "error"},
             text=True,
@@ -186,7 +186,7 @@ def test_a_sweep_continues_after_it_was_killed_and_ends_as_one_that_was_not(
 ) -> None:
     write_sweep(tmp_path, GRID + HALVING)
     runs = tmp_path / "killed/runs"
-    arguments = ("--jobs", "2", "--checkpoint-s", "0")
+    arguments = ("--jobs", "2", "--checkpoint-every", "0")
     kill_at(start("killed", *arguments), lambda: any(runs.glob(f"*/{OUTCOME}")))
     # The second time in the middle of a run, after a checkpoint and long before its end.
     begun = set(runs.glob("*/journal/checkpoint-*"))
@@ -208,11 +208,11 @@ def test_a_sweep_continues_after_it_was_killed_and_ends_as_one_that_was_not(
 @pytest.mark.timeout(900)
 def test_ctrl_c_ends_a_sweep_with_the_command_that_continues_it(tmp_path: Path, start: Start) -> None:
     write_sweep(tmp_path, GRID, BASE.replace("rounds = 6", "rounds = 1000000"))
-    process = start("out", "--jobs", "2", "--checkpoint-s", "0")
+    process = start("out", "--jobs", "2", "--checkpoint-every", "0")
     until(lambda: any((tmp_path / "out/runs").glob("*/journal/checkpoint-*")), "a checkpoint", PATIENCE_S)
     process.send_signal(signal.SIGINT)
     text = finish(process, 130)
-    assert text.splitlines()[-1] == "stopped; continue with: fedplat sweep sweep.toml --jobs 2 --output out"
+    assert text.splitlines()[-1] == "stopped; continue with: fedplat sweep sweep.toml --jobs 2 --dir out"
 
 
 @pytest.mark.slow

@@ -57,9 +57,9 @@ def test_the_commands_print_the_files(
     for command, name in (("grafana", "fedplat.json"), ("rules", "fedplat.rules.yml")):
         content = (Path(metrics.__path__[0]) / "grafana" / name).read_text()
         assert here(monkeypatch, capsys, "metrics", command) == (0, content, "")
-        assert here(monkeypatch, capsys, "metrics", command, "-o", str(tmp_path / name)) == (0, "", "")
+        assert here(monkeypatch, capsys, "metrics", command, "--to", str(tmp_path / name)) == (0, "", "")
         assert (tmp_path / name).read_text() == content
-        status, _, err = here(monkeypatch, capsys, "metrics", command, "-o", str(tmp_path / "no" / name))
+        status, _, err = here(monkeypatch, capsys, "metrics", command, "--to", str(tmp_path / "no" / name))
         assert (status, err.count("\n")) == (2, 1)
         assert "the file cannot be written: No such file or directory" in err
 

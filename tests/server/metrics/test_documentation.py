@@ -46,5 +46,5 @@ def test_the_configuration_of_prometheus_is_valid(
 ) -> None:
     (text,) = re.findall(r"<!-- file: prometheus.yml -->\n```yaml\n(.*?)```", PAGE, re.DOTALL)
     (tmp_path / "prometheus.yml").write_text(text)
-    assert here(monkeypatch, capsys, "metrics", "rules", "-o", str(tmp_path / "fedplat.rules.yml"))[0] == 0
+    assert here(monkeypatch, capsys, "metrics", "rules", "--to", str(tmp_path / "fedplat.rules.yml"))[0] == 0
     assert "SUCCESS: 1 rule files found" in promtool("check", "config", tmp_path / "prometheus.yml")
