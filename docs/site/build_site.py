@@ -15,8 +15,11 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from markdown_lists import adapt_lists
 
@@ -24,6 +27,11 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 CONFIGURATION = "mkdocs.yml"
 COPIES = ROOT / "build" / "docs"
+SITE = ROOT / "build" / "site"
+DESCRIPTION = (
+    "A federated-learning platform in Python: a crash-safe server, a light client SDK, and a simulator that runs the "
+    "server's coordinator."
+)
 MOVED = {"README.md": "start.md", "CHANGELOG.md": "changes.md"}
 LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".proto": "protobuf"}
 CODE = re.compile(r"(^ *```.*?^ *```$|`[^`\n]*`)", flags=re.DOTALL | re.MULTILINE)
@@ -175,13 +183,61 @@ def write_reference() -> None:
         (folder / f"{module}.md").write_text(f"# {module}\n\n::: {module}\n{members}", "utf-8")
 
 
+def read_navigation() -> dict[str, list[str]]:
+    """Return the pages of each section of the navigation, without those that mkdocstrings writes."""
+    text = re.sub(r"![!\w/:.]+ ", "", (ROOT / CONFIGURATION).read_text("utf-8"))  # tags call functions
+    sections = {name: entries for section in yaml.safe_load(text)["nav"] for name, entries in section.items()}
+    found = {name: list(_list_pages(entries)) for name, entries in sections.items()}
+    return {name: pages for name, pages in found.items() if pages}
+
+
+def _list_pages(entries: Any) -> Iterator[str]:
+    if isinstance(entries, str):
+        if not entries.startswith("reference/"):
+            yield entries
+        return
+    for entry in entries.values() if isinstance(entries, dict) else entries:
+        yield from _list_pages(entry)
+
+
+def write_texts_for_language_models() -> None:
+    """Write llms.txt, the pages with their first sentences (llmstxt.org), and llms-full.txt, the text of all pages."""
+    address = os.environ.get("DOCS_SITE", "").rstrip("/")
+    lines, texts = list[str](), list[str]()
+    for section, pages in read_navigation().items():
+        lines += ["", f"## {section}", ""]
+        for page in pages:
+            text = (COPIES / page).read_text("utf-8").split("---\n", 2)[2].strip()
+            title, summary = summarize(text)
+            folder = page.removesuffix(".md").removesuffix("index")
+            lines.append(f"- [{title}]({address}/{folder + '/' if folder else ''}): {summary}")
+            texts.append(text)
+    head = ["# fedplat", "", f"> {DESCRIPTION}"]
+    (SITE / "llms.txt").write_text("\n".join([*head, *lines]) + "\n", "utf-8")
+    (SITE / "llms-full.txt").write_text("\n\n".join(texts) + "\n", "utf-8")
+
+
+def summarize(text: str) -> tuple[str, str]:
+    """Return the title of a page, and its first sentence without links."""
+    title, _, rest = text.partition("\n")
+    paragraphs = [each for each in rest.split("\n\n") if re.match(r"\s*[A-Za-z]", each)]
+    words = " ".join(re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", paragraphs[0]).split()) if paragraphs else ""
+    return title.lstrip("# ").replace("`", ""), re.split(r"(?<=[.:]) ", words)[0].rstrip(":")
+
+
 def main() -> None:
-    """Build the site; any warning is an error. With DOCS_REPOSITORY, its address, pages link to their files there."""
+    """Build the site; any warning is an error.
+
+    With DOCS_REPOSITORY, the address of the repository, pages link to their files there. With DOCS_SITE, the address of
+    the site, the links of llms.txt are absolute.
+    """
     copy_pages()
     write_reference()
     zensical = [sys.executable, "-m", "zensical", "build", "--clean", "--strict", "--config-file", CONFIGURATION]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}  # for doctests.py
-    raise SystemExit(subprocess.run(zensical, cwd=ROOT, env=environment, check=False).returncode)
+    if status := subprocess.run(zensical, cwd=ROOT, env=environment, check=False).returncode:
+        raise SystemExit(status)
+    write_texts_for_language_models()
 
 
 if __name__ == "__main__":

@@ -11,9 +11,10 @@ import pytest
 import yaml
 from pymdownx.slugs import slugify
 
+import fedplat
 from support.docs.blocks import ROOT, pages, replace_code
 
-PAGES = [*pages(), "CHANGELOG.md"]
+PAGES = [*pages(), "AGENTS.md", "CHANGELOG.md", "SECURITY.md"]
 LINK = re.compile(r"\]\(([^)]+)\)")
 SLUG = slugify(case="lower")
 
@@ -71,3 +72,29 @@ def test_every_page_is_on_the_index() -> None:
     index, names = (docs / "index.md").read_text(), [path.relative_to(docs).as_posix() for path in docs.rglob("*.md")]
     missing = [name for name in names if f"]({name}" not in index]
     assert missing == ["index.md"], f"add these pages to docs/index.md: {sorted({*missing} - {'index.md'})}"
+
+
+def test_the_gallery_has_every_example() -> None:
+    gallery = (ROOT / "docs/gallery.md").read_text()
+    examples = [path.name for path in (ROOT / "examples").iterdir()]
+    assert not [name for name in examples if f"](../examples/{name}" not in gallery]
+
+
+def test_the_citation_has_the_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == fedplat.__version__
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")), ids=lambda path: path.stem)
+def test_forms_of_issues_ask_for_something(path: Path) -> None:
+    form = yaml.safe_load(path.read_text())
+    if path.stem != "config":
+        assert all(field["attributes"].get("label") or field["type"] == "markdown" for field in form["body"])
+        assert {"name", "description"} <= set(form)
+
+
+def test_commands_of_agents_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    named = re.findall(r"`make ([\w-]+)`", (ROOT / "AGENTS.md").read_text())
+    assert named
+    assert not [name for name in named if not re.search(rf"^{name}:", makefile, re.MULTILINE)]

@@ -116,6 +116,16 @@ def check_reference() -> None:
     assert (SITE / "reference/fedplat.model/index.html").read_text("utf-8").count("&gt;&gt;&gt;") > 3
 
 
+def check_texts_for_language_models(pages: dict[str, Page]) -> None:
+    """Every page of the navigation is in llms.txt, whose links lead to pages."""
+    text = (SITE / "llms.txt").read_text("utf-8")
+    rows = re.findall(r"^- \[([^\]]+)\]\(([^)]+)\): (.*)$", text, flags=re.MULTILINE)
+    assert {address for _, address, _ in rows} <= set(pages)
+    assert all(title and len(summary) > 10 for title, _, summary in rows), rows
+    assert len(rows) > 40
+    assert (SITE / "llms-full.txt").stat().st_size > 500_000
+
+
 class _Handler(http.server.SimpleHTTPRequestHandler):
     @override
     def log_message(self, format: str, *args: object) -> None:
@@ -162,7 +172,17 @@ async def check_themes(view: Window) -> None:
 
 async def check_phone(view: Window) -> None:
     await view.page.set_viewport_size({"width": 320, "height": 640})
-    for path in ("/", "/start/", "/operations/", "/job-reference/", "/performance/", "/reference/fedplat.simulation/"):
+    for path in (
+        "/",
+        "/start/",
+        "/compare/",
+        "/gallery/",
+        "/runbook/",
+        "/operations/",
+        "/job-reference/",
+        "/performance/",
+        "/reference/fedplat.simulation/",
+    ):
         await view.goto(path)
         width = await view.page.evaluate("document.documentElement.scrollWidth")
         assert width <= 320, f"{path} is {width} px wide"
@@ -179,6 +199,7 @@ async def test_the_site() -> None:
     check_text()
     check_files()
     check_reference()
+    check_texts_for_language_models(pages)
     with served() as origin:
         async with chromium() as browser, window(browser, origin) as view:
             await check_search(view)

@@ -25,6 +25,7 @@ OWN_TESTS = {
         "docs/docker.md",
         "dockerfile",
     ): "tests/e2e/test_docker_files.py::test_trainer_of_the_docs_trains_the_job_of_the_docs",
+    ("docs/coming-from.md", "file"): "tests/docs/test_coming_from.py::test_its_job_runs",
     ("docs/docker.md", "python"): "tests/e2e/test_docker_files.py::test_trainer_of_the_docs_trains_the_job_of_the_docs",
     ("docs/docker.md", "toml"): "tests/e2e/test_docker_files.py::test_trainer_of_the_docs_trains_the_job_of_the_docs",
     (
