@@ -183,7 +183,7 @@ def size_limit(base: Path, codec: codecs.CodecOptions | None) -> int:
 def _schema_of(base: Path, turn: Turn = _ALL) -> Schema:
     """Return the schema of the updates of a version, which all clients of an attempt have, from its file."""
     found = base.stat()
-    return turn.uploaded(_read_schema(base, found.st_ino, found.st_mtime_ns))
+    return turn.select_uploaded(_read_schema(base, found.st_ino, found.st_mtime_ns))
 
 
 @lru_cache(maxsize=16)

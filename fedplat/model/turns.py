@@ -49,7 +49,7 @@ class Turn(msgspec.Struct, frozen=True):
         others, trained = set[str]().union(*members), members[(self.round - 1) % len(members)]
         return [name for name in names if name in others - trained]
 
-    def uploaded(self, schema: Schema) -> Schema:
+    def select_uploaded(self, schema: Schema) -> Schema:
         """Return the schema of an update in this round, for a model; tensors of integers do not rest."""
         return _list_uploaded(self, schema) if self.groups else schema.uploaded
 
@@ -58,7 +58,7 @@ class Turn(msgspec.Struct, frozen=True):
 
         Raises `ModelError` for one that has changed: a trainer that does not take turns would lose its work.
         """
-        schema = self.uploaded(update.schema)
+        schema = self.select_uploaded(update.schema)
         if schema is update.schema:
             return update
         kept = {tensor.name for tensor in schema.tensors}
@@ -74,7 +74,7 @@ class Turn(msgspec.Struct, frozen=True):
 
     def columns(self, schema: Schema) -> tuple[range, ...]:
         """Return the columns of the tensors that rest in the float32 vector of a model, in order."""
-        uploaded = {tensor.name for tensor in self.uploaded(schema).tensors}
+        uploaded = {tensor.name for tensor in self.select_uploaded(schema).tensors}
         rests = {tensor.name for tensor in schema.uploaded.tensors} - uploaded
         return tuple(columns for name, columns in _list_columns(schema) if name in rests)
 

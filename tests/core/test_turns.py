@@ -49,11 +49,13 @@ def model(value: float = 0.0, count: int = 3) -> Parameters:
 def test_one_group_is_sent_in_each_round(alternate: str, resting: list[list[str]]) -> None:
     schema = model().schema
     for number, expected in enumerate(resting, 1):
-        sent = {tensor.name for tensor in Turn.of(alternate, number).uploaded(schema).tensors}
+        sent = {tensor.name for tensor in Turn.of(alternate, number).select_uploaded(schema).tensors}
         assert {*model()} - sent >= {*expected}
         if len(resting) == 2:
             assert {*model()} - sent == {*expected}
-            assert Turn.of(alternate, number + 2).uploaded(schema) == Turn.of(alternate, number).uploaded(schema)
+            assert Turn.of(alternate, number + 2).select_uploaded(schema) == Turn.of(alternate, number).select_uploaded(
+                schema
+            )
 
 
 def test_a_client_leaves_out_what_rests_unless_it_has_changed() -> None:
@@ -152,7 +154,7 @@ def run(text: str, num_rounds: int) -> list[Parameters]:
 
 
 def test_neither_a_momentum_nor_noise_moves_what_rests() -> None:
-    """The momentum of a group goes on in its next turn: v ← v / 2 + 1 in each of them (Reddi et al. 2021)."""
+    """The momentum of a group continues in its next turn: v ← v / 2 + 1 in each of them (Reddi et al. 2021)."""
     for text in (JOB, JOB + MOMENTUM, PRIVATE):
         versions = run(text, 4)
         for number, (before, after) in enumerate(itertools.pairwise(versions), 1):

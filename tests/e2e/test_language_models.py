@@ -130,7 +130,7 @@ def test_a_factor_that_rests_is_not_sent(tmp_path: Path, secure: bool) -> None:
                     setup = build_setup(parse_job(text), job, number, 1, "", sent // 4)
                     assert sizes == {encoding.file_bytes(setup)}
                 else:
-                    header = Turn.of(str(config["alternate"]), number).uploaded(start.schema).header
+                    header = Turn.of(str(config["alternate"]), number).select_uploaded(start.schema).header
                     assert sizes == {sent + len(header)}
                 admin.export_model(job, number, folder / f"{number}.safetensors")
                 versions.append(Parameters.open(folder / f"{number}.safetensors"))

@@ -14,7 +14,7 @@ import nbformat
 def execute(path: Path, folder: Path) -> Any:
     """Return a notebook with the outputs of its code in a folder, without what differs between machines and runs."""
     notebook: Any = nbformat.read(path, as_version=4)
-    nbclient.NotebookClient(notebook, timeout=150, resources={"metadata": {"path": str(folder)}}).execute()
+    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(folder)}}).execute()
     notebook.metadata.language_info = {"name": "python"}  # not the version of one machine
     for cell in notebook.cells:
         cell.metadata = {}

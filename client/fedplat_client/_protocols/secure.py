@@ -57,7 +57,7 @@ class SecureExchange:
 
     def check_model(self, model: Parameters) -> None:
         """Check that the setup is for the update of this model, before the training."""
-        size, expected = self._setup.encoding.size, self.turn.uploaded(model.schema).num_floating
+        size, expected = self._setup.encoding.size, self.turn.select_uploaded(model.schema).num_floating
         if size != expected:
             raise heartbeat.AssignmentFailedError(
                 model_pb2.REASON_UNSAFE_AGGREGATION,

@@ -97,11 +97,11 @@ class RealTraining(TrainingModel):
         if self._masked is not None:
             return float(self._masked.file_bytes(round))
         turn = self._spec.turn(round)
-        return float(turn.uploaded(self.model.schema).file_size_bytes) if turn.groups else self._sizes.update
+        return float(turn.select_uploaded(self.model.schema).file_size_bytes) if turn.groups else self._sizes.update
 
     @override
     def num_entries(self, round: int) -> int:
-        return self._spec.turn(round).uploaded(self.model.schema).num_floating
+        return self._spec.turn(round).select_uploaded(self.model.schema).num_floating
 
     @override
     def begin_step(self, attempt: Attempt) -> None:

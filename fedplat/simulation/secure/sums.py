@@ -107,7 +107,7 @@ class MaskedUpdates:
         """Give the mean of the updates to the job's rule as the only one of an attempt; returns their sum."""
         assert job.attempt is not None
         decoded = self.decode(job.attempt)
-        uploaded = self._turn(job.attempt.key).uploaded(self._schema)
+        uploaded = self._turn(job.attempt.key).select_uploaded(self._schema)
         mean = spread_vector(mean_update(self._spec, decoded), uploaded, self._schema)
         accumulator.fold(VectorValues(base, mean), aggregate.Contribution(1.0))
         return decoded
@@ -136,7 +136,7 @@ class MaskedUpdates:
         return self._spec.turn(key.round)
 
     def _setup_of(self, key: AttemptKey, base_version: int) -> Setup:
-        size = self._turn(key).uploaded(self._schema).num_floating
+        size = self._turn(key).select_uploaded(self._schema).num_floating
         return setup_of(self._spec, key, base_version, size)
 
     def _random(self, purpose: int, task: DeviceAssignment) -> Callable[[int], bytes]:

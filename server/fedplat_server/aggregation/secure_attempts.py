@@ -174,7 +174,7 @@ class SecureAttempts:
         base = job.latest
         async with self._blobs.local(base.digest) as (path,):
             model = await asyncio.to_thread(ModelFile.open, path)
-        size = job.spec.turn(key.round).uploaded(model.schema).num_floating
+        size = job.spec.turn(key.round).select_uploaded(model.schema).num_floating
         latest = self._attempts.get(key.job_id)
         if latest is not None and latest.key == key:  # another call was faster
             return latest

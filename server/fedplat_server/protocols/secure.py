@@ -354,6 +354,6 @@ class MaskedAggregation(AggregationBackend):
         """Give the mean of all updates to the job's rule, as one update of weight 1."""
         base = model.ModelFile.open(self._inputs.base_path)
         spec = self._inputs.spec
-        uploaded = spec.turn(self._inputs.round).uploaded(base.schema)
+        uploaded = spec.turn(self._inputs.round).select_uploaded(base.schema)
         mean = spread_vector(mean_update(spec, result), uploaded, base.schema)
         self._local.fold_values(VectorValues(base, mean), Contribution(1.0))

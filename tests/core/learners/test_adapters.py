@@ -240,7 +240,7 @@ def test_a_factor_that_rests_is_neither_sent_nor_moved_in_a_simulation() -> None
     """RoLoRA, plain, masked, and with the noise of the clients: the bytes of B, then of A, as the reference says."""
     learner, alternate = make_learner(make_both), "*lora_B*, *lora_A*"
     start, states = learner.initial(), [ClientState() for _ in PARTS]
-    sizes = [Turn.of(alternate, number).uploaded(start.schema).file_size_bytes for number in (1, 2)]
+    sizes = [Turn.of(alternate, number).select_uploaded(start.schema).file_size_bytes for number in (1, 2)]
     assert sizes != [start.schema.file_size_bytes] * 2
     first, second = (simulate_adapters(learner, "", rounds, alternate=alternate) for rounds in (1, 2))
     assert [each.bytes_up for each in second.result.rounds] == [4.0 * size for size in sizes]
