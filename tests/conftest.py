@@ -44,6 +44,9 @@ LATE_MODULES = frozenset(
 def pytest_addoption(parser: pytest.Parser) -> None:
     costs.add_option(parser)
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run the modules in an order drawn from this seed")
+    parser.addoption(
+        "--fast-only", action="append", default=[], metavar="MODULE", help="leave out the slow tests of this module"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -83,6 +86,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.hook.pytest_deselected(items=order.take_out_slow(items, frozenset(config.getoption("--fast-only"))))
     table.note_rows(items)
     if (seed := config.getoption("--shuffle")) is not None:
         order.shuffle_modules(items, seed)

@@ -12,9 +12,8 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-import weakref
 from collections.abc import Mapping
-from typing import Literal, Protocol
+from typing import Literal
 
 from google.protobuf import descriptor_pool
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -256,17 +255,8 @@ Place = Literal["models", "updates", "database"]
 """What a disk is full for."""
 
 
-class SpareRoom(Protocol):
-    """Room of a disk that this process keeps for itself, and can do without."""
-
-    def free(self) -> bool:
-        """Give it back to the disk; return whether there was any. May be called from any thread."""
-        ...
-
-
 class _Process:
     def __init__(self) -> None:
-        self.spare: weakref.WeakSet[SpareRoom] = weakref.WeakSet()
         self.counts: dict[Place, int] = {"models": 0, "updates": 0, "database": 0}
         self.last_unix_s: float | None = None
         self.lock = threading.Lock()
@@ -275,20 +265,8 @@ class _Process:
 _process = _Process()
 
 
-def add_spare_room(room: SpareRoom) -> None:
-    """Let a full disk get this room back, as long as the object exists."""
-    _process.spare.add(room)
-
-
-def free_spare_room() -> bool:
-    """Give all spare room back to the disk; return whether there was any."""
-    freed = [room.free() for room in list(_process.spare)]
-    return any(freed)
-
-
 def note_full(place: Place) -> None:
-    """Count a write that failed because the disk was full, and free what can be freed: the write may be repeated."""
-    free_spare_room()
+    """Count a write that failed because the disk was full."""
     with _process.lock:
         _process.counts[place] += 1
         _process.last_unix_s = time.time()

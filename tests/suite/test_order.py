@@ -6,7 +6,7 @@ import itertools
 import types
 from typing import Any
 
-from support.order import shuffle_modules
+from support.order import shuffle_modules, take_out_slow
 
 NAMES = [f"tests/test_{module}.py::test_{number}" for number in range(3) for module in "abcdef"]
 
@@ -27,3 +27,13 @@ def test_the_tests_of_a_module_stay_together_and_in_their_order() -> None:
 def test_the_order_is_that_of_the_seed() -> None:
     assert shuffled(1) == shuffled(1)
     assert len({tuple(shuffled(seed)) for seed in range(10)}) > 5
+
+
+def test_a_module_may_be_without_its_slow_tests() -> None:
+    items: list[Any] = [
+        types.SimpleNamespace(nodeid=name, get_closest_marker=lambda mark, name=name: mark == "slow" and "1" in name)
+        for name in NAMES
+    ]
+    taken = take_out_slow(items, {"tests/test_a.py", "tests/test_b.py"})
+    assert {item.nodeid for item in taken} == {"tests/test_a.py::test_1", "tests/test_b.py::test_1"}
+    assert len(items) == len(NAMES) - 2

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from support import selection
-from support.selection import Graph, read_graph
+from support.selection import Graph, choose_slow, read_graph
 
 FILES = {
     "fedplat/__init__.py": "",
@@ -38,6 +39,7 @@ FILES = {
 CORE, CLIENT = ("tests/core/test_mean.py", "tests/core/test_median.py"), "tests/client/test_cli.py"
 PAGES, PROGRAMS = "tests/client/test_pages.py", "tests/e2e/test_programs.py"
 TOOLS, ONE = "tests/core/test_tools.py", "tests/core/test_one.py"
+ALL = {*CORE, CLIENT, PAGES, PROGRAMS, TOOLS, ONE}
 
 
 @pytest.fixture
@@ -65,21 +67,45 @@ def checkout(tmp_path: Path) -> Path:
         ("tests/core/test_mean.py", {CORE[0]}),
         ("docs/index.md", {PROGRAMS}),
         ("README.md", {CLIENT}),
-        ("pyproject.toml", None),
-        ("proto/fedplat/wire/v1/fleet.proto", None),
-        ("tests/conftest.py", None),
-        ("a-new-kind-of-file", None),
+        ("pyproject.toml", ALL),
+        ("proto/fedplat/wire/v1/fleet.proto", ALL),
+        ("tests/conftest.py", ALL),
+        ("a-new-kind-of-file", ALL),
     ],
 )
-def test_a_change_reaches_what_depends_on_it(checkout: Path, changed: str, selected: set[str] | None) -> None:
-    assert read_graph(checkout).reach([changed]) == selected
+def test_a_change_reaches_what_depends_on_it(checkout: Path, changed: str, selected: set[str]) -> None:
+    assert set(read_graph(checkout).reach([changed])) == selected
 
 
 def test_changes_add_up(checkout: Path) -> None:
     graph = read_graph(checkout)
-    assert graph.reach([]) == set()
-    assert graph.reach(["README.md", "tests/core/test_mean.py"]) == {CLIENT, CORE[0]}
-    assert graph.reach(["README.md", "Makefile"]) is None
+    assert graph.reach([]) == {}
+    assert set(graph.reach(["README.md", "tests/core/test_mean.py"])) == {CLIENT, CORE[0]}
+
+
+def test_a_test_is_as_far_as_the_nearest_change(checkout: Path) -> None:
+    graph = read_graph(checkout)
+    assert graph.reach(["fedplat/rules/median.py"]) == {CORE[1]: 0, PROGRAMS: 0}
+    assert graph.reach(["tests/support/boards.py"]) == {CORE[0]: 1, CORE[1]: 1, TOOLS: 1, ONE: 1}  # by a conftest.py
+    assert graph.reach(["tests/support/boards.py", ONE])[ONE] == 0
+    everything = graph.reach(["Makefile", "README.md", CORE[0]])
+    assert everything == dict.fromkeys(ALL, math.inf) | {CLIENT: 0, CORE[0]: 0}
+
+
+def test_slow_tests_run_where_the_change_is_near_until_their_time_is_spent() -> None:
+    reached = {"a": 0.0, "b": 3.0, "c": math.inf, "d": math.inf, "e": math.inf}
+    cost = {"a": 100.0, "b": 350.0, "c": 60.0, "d": 49.0, "e": 0.0}
+    assert choose_slow(reached, cost, "1") == {"a", "b", "d", "e"}  # c does not fit
+    assert choose_slow({"b": 0.0}, {"b": 2 * selection.SLOW_CPU_S}, "1") == {"b"}
+
+
+def test_slow_tests_that_are_equally_far_take_turns() -> None:
+    reached = dict.fromkeys("abcdefgh", math.inf)
+    cost = dict.fromkeys(reached, selection.SLOW_CPU_S / 2)
+    turns = [choose_slow(reached, cost, str(commit)) for commit in range(40)]
+    assert {len(turn) for turn in turns} == {2}
+    assert set().union(*turns) == set(reached)
+    assert turns[0] == choose_slow(reached, cost, "0")
 
 
 def test_changes_are_those_since_the_verified_commit(checkout: Path) -> None:
@@ -131,12 +157,8 @@ def graph() -> Graph:
     ],
 )
 def test_a_change_of_this_checkout_reaches_its_tests(graph: Graph, changed: str, test: str) -> None:
-    selected = graph.reach([changed])
-    assert selected is not None
-    assert test in selected
+    assert test in graph.reach([changed])
 
 
 def test_a_leaf_reaches_few_tests(graph: Graph) -> None:
-    selected = graph.reach(["fedplat/sweep/schedule.py"])
-    assert selected is not None
-    assert len(selected) < len(graph.tests) / 6
+    assert len(graph.reach(["fedplat/sweep/schedule.py"])) < len(graph.tests) / 6

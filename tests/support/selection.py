@@ -1,4 +1,7 @@
-"""Prints the test modules that a change can reach, or nothing if everything must run: what `.ci/run` gives to pytest.
+"""Prints the test modules that a change can reach, no one if all must run: what `.ci/run` gives to pytest.
+
+Slow tests run in the modules nearest to the change until `SLOW_CPU_S` are spent; `--fast-only` names the other modules.
+The commit chooses among those that are equally near, so that each has its turn, and a run can be repeated.
 
 A change is what differs from the commit in `.ci/verified`, on which `make test-all` has passed. The imports of all
 modules, read without running them, lead from a changed file to the tests that depend on it. `inputs.toml` beside this
@@ -9,6 +12,8 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import hashlib
+import math
 import re
 import subprocess
 import sys
@@ -17,6 +22,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from support import costs
+
 ROOT = Path(__file__).resolve().parents[2]
 VERIFIED = ROOT / ".ci" / "verified"
 INPUTS = Path(__file__).with_name("inputs.toml")
@@ -24,7 +31,9 @@ SHARED = (
     *("pyproject.toml", "client/pyproject.toml", "server/pyproject.toml", "constraints.txt", "Makefile", "proto/"),
     *(".ci/run", "tests/conftest.py", "tests/in_memory.sh", "tests/support/selection.py", "tests/support/inputs.toml"),
 )
-"""A change of these runs everything."""
+"""A change of these reaches everything."""
+SLOW_CPU_S = 500.0
+"""Of the slow tests of a run, a third of what all of them cost, as `tests/durations.json` records it."""
 PRODUCT = ("fedplat/", "server/fedplat_server/", "client/fedplat_client/")
 COMMAND_TREE = "fedplat/cli/app.py"
 """It imports every command; what a test of it reaches are the commands that `inputs.toml` lists for the test."""
@@ -53,20 +62,22 @@ class Graph:
     readers: Mapping[str, frozenset[str]]
     """The modules that read files, or start programs, by the prefixes of their paths (`inputs.toml`)."""
 
-    def reach(self, changed: Iterable[str]) -> frozenset[str] | None:
-        """Return the tests that depend on changed files; None: all of them, or nothing is known about a file."""
-        found, to_do = set[str](), list[str]()
+    def reach(self, changed: Iterable[str]) -> dict[str, float]:
+        """Return the tests that depend on changed files, with the number of steps to them.
+
+        They are all tests, infinitely far, if a shared part has changed or nothing is known about a file.
+        """
+        steps, nearest, to_do = 0, dict[str, float](), set[str]()
         for path in changed:
             starts = set(self._starts(path))
             if path.startswith(SHARED) or not starts:
-                return None
-            to_do += starts
+                nearest |= dict.fromkeys(self.tests, math.inf)
+            to_do |= starts
         while to_do:
-            path = to_do.pop()
-            if path not in found:
-                found.add(path)
-                to_do += self._users(path)
-        return self.tests & found
+            nearest |= dict.fromkeys(to_do, steps)
+            to_do = {user for path in to_do for user in self._users(path) if nearest.get(user, math.inf) == math.inf}
+            steps += 1
+        return {path: distance for path, distance in nearest.items() if path in self.tests}
 
     def _users(self, path: str) -> set[str]:
         """Return the modules that depend on a file directly."""
@@ -190,16 +201,44 @@ def read_changes(root: Path = ROOT) -> list[str] | None:
     return [path for path in found if root / path != verified]
 
 
+def choose_slow(reached: Mapping[str, float], slow_cpu_s: Mapping[str, float], commit: str) -> set[str]:
+    """Return the modules whose slow tests run: the nearest, and of equally near ones those that the commit chooses.
+
+    A module that does not fit into what is left of `SLOW_CPU_S` is passed over; the first one always runs.
+    """
+    chosen, left = set[str](), SLOW_CPU_S
+    for module in sorted(
+        reached, key=lambda each: (reached[each], hashlib.sha256(f"{commit} {each}".encode()).digest())
+    ):
+        if not chosen or slow_cpu_s.get(module, 0.0) <= left:
+            chosen.add(module)
+            left -= slow_cpu_s.get(module, 0.0)
+    return chosen
+
+
+def read_commit(root: Path = ROOT) -> str:
+    """Return the commit of a checkout, "" outside of a repository."""
+    command = ["git", "rev-parse", "HEAD"]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def main() -> None:
-    """Print one module a line; the reason goes to stderr."""
+    """Print arguments of pytest, one a line; the reason goes to stderr."""
     changes = read_changes()
     graph = read_graph()
-    selected = graph.reach(changes) if changes is not None else None
-    if selected is None:
-        print("all tests: a shared part has changed, or the last verified commit is not known", file=sys.stderr)
-        return
-    print(f"{len(selected)} of {len(graph.tests)} test modules depend on what has changed", file=sys.stderr)
-    print("\n".join(sorted(selected)))
+    reached = graph.reach(changes) if changes is not None else dict.fromkeys(graph.tests, math.inf)
+    slow_cpu_s = {name: cost.slow_cpu_s for name, cost in costs.read().modules.items()}
+    left_out = sorted(set(reached) - choose_slow(reached, slow_cpu_s, read_commit()))
+    print(f"{len(reached)} of {len(graph.tests)} test modules depend on what has changed", file=sys.stderr)
+    if left_out:
+        total, less = (sum(slow_cpu_s.get(name, 0.0) for name in names) for names in (reached, left_out))
+        print(
+            f"without the slow tests of {len(left_out)} of them, {less:.0f} of {total:.0f} CPU seconds; "
+            "make test-all has all of them",
+            file=sys.stderr,
+        )
+    modules = sorted(reached) if len(reached) < len(graph.tests) else []
+    print("\n".join([*modules, *(f"--fast-only={name}" for name in left_out)]))
 
 
 if __name__ == "__main__":

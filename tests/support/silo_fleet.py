@@ -106,7 +106,9 @@ class Silo:
     def name(self) -> str:
         """Its client id; "" before it has enrolled."""
         for path in self.folder.glob("*/*/identity.json"):
-            return str(msgspec.json.decode(path.read_bytes()).get("client_id", ""))  # keys come first, then the enrolment
+            return str(
+                msgspec.json.decode(path.read_bytes()).get("client_id", "")
+            )  # keys come first, then the enrolment
         return ""
 
     def state(self, job: str) -> SiloState:

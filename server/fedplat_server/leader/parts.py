@@ -15,7 +15,6 @@ from pathlib import Path
 
 from fedplat.config.loaded_plugins import describe_versions
 from fedplat.rounds import AssignmentId, Coordinator, JobState, selection
-from fedplat.rounds.states import ENDED_JOBS
 from fedplat_server import logs
 from fedplat_server.aggregation import secure_attempts, service
 from fedplat_server.aggregation.backend import AggregationBackend
@@ -201,12 +200,7 @@ async def _make_production(
         is_middle = sql_contents.MAX_BYTES < size_bytes <= segments.MAX_BYTES
         return is_middle and stores_rows(coordination.jobs.state(key.attempt.job_id))
 
-    def reuses_file(key: AssignmentId, size_bytes: int) -> bool:
-        job = coordination.jobs.state(key.attempt.job_id)
-        return size_bytes > segments.MAX_BYTES and job.status not in ENDED_JOBS and stores_rows(job)
-
     files.spool.stores_row = stores_row
-    files.spool.spare.takes = reuses_file
     if files.spool.segments is not None:
         files.spool.segments.stores_record = stores_record
     aggregation = service.Aggregation(

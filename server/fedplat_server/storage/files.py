@@ -19,7 +19,7 @@ from pathlib import Path
 
 from fedplat.wire import digests
 from fedplat_server import errors, logs
-from fedplat_server.instruments import Place, free_spare_room, note_full
+from fedplat_server.instruments import Place, note_full
 
 READ_BYTES = 1 << 20
 WRITEBACK_BYTES = 8 << 20
@@ -56,16 +56,6 @@ def translate_os_errors(doing: str, place: Place = "models") -> Generator[None]:
             raise errors.BlobError(f"{doing} failed: {exc}{hint}") from exc
         note_full(place)
         raise errors.BlobFullError(f"{doing} failed: {exc}") from exc
-
-
-def write_twice_if_full(write: Callable[[], None]) -> None:
-    """Write, once more if the disk was full and this server could free some of it. Raises `OSError`."""
-    try:
-        write()
-    except OSError as exc:
-        if exc.errno not in _FULL or not free_spare_room():
-            raise
-        write()
 
 
 def list_files(folder: Path) -> list[Path]:

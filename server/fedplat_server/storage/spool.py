@@ -2,8 +2,8 @@
 
 Only the spool deletes updates. Stored changes (`on_stored`) determine which ones are needed: those of open
 assignments, and those that the open attempt has accepted. It refuses all others, and deletes them in the background; so
-a file is deleted after the change that makes it obsolete is stored, and a late upload does not create a new one. Large
-ones are reused (`spare_files`). Without a stored change it removes only bytes that are sent again or folded already:
+a file is deleted after the change that makes it obsolete is stored, and a late upload does not create a new one.
+Without a stored change it removes only bytes that the client sends again or that are folded already:
 
 - an update that was not reported, when an upload with another name begins (`open`), and the content of an upload that
   is complete but does not have its declared digest (`OpenUpload.finish`, `complete`);
@@ -103,7 +103,6 @@ class Spool:
         self.segments = segments
         num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._max_rows = MAX_ROWS if num_files == resource.RLIM_INFINITY else min(MAX_ROWS, num_files // 4)
-        self.spare = self._updates.spare
         self._deletions: set[asyncio.Task[None]] = set()
         with files.translate_os_errors(f"making the folder {folder}", "updates"):
             durable.make_folder(folder)
@@ -124,7 +123,6 @@ class Spool:
                     self.expect([each.id])
                 elif self._updates.forget(each.id):
                     obsolete.append(each.id)
-            self._updates.idle.follow(change.job)
         if obsolete:
             task = asyncio.create_task(self._delete_in_background(obsolete), name="delete updates")
             self._deletions.add(task)
@@ -143,7 +141,9 @@ class Spool:
             names.setdefault(name_attempt(each.attempt), set()).add(name_update(each))
         with self._lock, files.translate_os_errors("clearing the spool", "updates"), crash_points.step("spool.keep"):
             files.clear_set_aside(self.folder, names, known, files.is_digest)
-            self._updates.keep(names)
+            for name, updates in names.items():
+                if (self.folder / name).is_dir():
+                    self._updates.keep(self.folder / name, updates)
             if names:
                 durable.sync(self.folder)  # an earlier process may have been killed before it had synced a new folder
         if self.segments is not None:
@@ -167,7 +167,6 @@ class Spool:
         """Wait for pending deletions."""
         self._to_fetch.clear()
         await asyncio.gather(*self._deletions, return_exceptions=True)
-        await self._updates.idle.close()
         if self.segments is not None:
             await self.segments.close()
         self._backend.close()
@@ -249,7 +248,6 @@ class Spool:
             file.load()
             if file.gone or not file.is_complete():
                 return None
-            file.settle()
             if seal:
                 if (writer := self._updates.writers.get(file)) is not None:
                     writer.fence()
@@ -493,6 +491,7 @@ class Spool:
             elif self.segments is not None and (record := self.segments.open(key, name, size_bytes)) is not None:
                 file = record
             else:
-                file = self._updates.make(key, name, size_bytes)
+                self._updates.make_folder(key.attempt)
+                file = SpoolFile(spool_path_of(self.folder, key, name), name)
             self._updates.files[key] = file
             return file

@@ -15,9 +15,8 @@ import errno
 import hashlib
 import os
 import shutil
-import sys
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,8 +39,7 @@ class SpoolFile:
 
     Its name is its declared digest, or an `upload_id` until the report declares the digest; both are "" if unknown.
     `sealed`: it was reported, and does not change. `durable`: it survives a power failure. `gone`: it was removed.
-    `reusable`: when it is not needed any more, another update may get its room (`spare_files`). `norm`: what measures
-    the content while it arrives, if an upload has brought it.
+    `norm`: what measures the content while it arrives, if an upload has brought it.
     """
 
     def __init__(self, path: Path, name: str) -> None:
@@ -51,7 +49,6 @@ class SpoolFile:
         self.sealed = False
         self.durable = False
         self.gone = False
-        self.reusable = False
         self.norm: RunningNorm | None = None
         self.lock = threading.Lock()
         self._hash = new_hash(name)
@@ -69,9 +66,7 @@ class SpoolFile:
         if self.path.exists():
             with self.path.open("rb", buffering=0) as file:
                 file.seek(start)
-                left = self.received - start if self._loaded else sys.maxsize  # behind that may be other bytes
-                while part := file.read(min(files.READ_BYTES, left)):
-                    left -= len(part)
+                while part := file.read(files.READ_BYTES):
                     if not self._loaded:
                         self._hash.update(part)
                         self.received += len(part)
@@ -81,12 +76,12 @@ class SpoolFile:
 
     def open_writer(self) -> int:
         """Return a new descriptor for `append`. Raises `OSError`."""
-        return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def append(self, descriptor: int, data: durable.Bytes) -> None:
         """Append the data completely, or leave the file unchanged."""
         try:
-            durable.write_at(descriptor, data, self.received)
+            durable.write_all(descriptor, data)
         except BaseException:
             os.ftruncate(descriptor, self.received)  # remove a partial write, which is not hashed
             raise
@@ -104,14 +99,6 @@ class SpoolFile:
         if self.norm is not None:
             self.norm.restart()
         self._writeback = files.Writeback()
-
-    def pause(self) -> None:
-        """Note that the next bytes may come much later, or never."""
-        if self.norm is not None:
-            self.norm.pause()
-
-    def settle(self) -> None:
-        """Give a file that has all of its bytes its final name and size. Raises `OSError`."""
 
     def is_named(self, name: str) -> bool:
         """Return whether the file has this digest or this upload_id."""
@@ -217,7 +204,7 @@ class OpenUpload:
             if self._received + memoryview(data).nbytes > self._size_bytes:
                 raise errors.UploadError(f"there are more bytes than the declared {self._size_bytes}")
             with files.translate_os_errors("writing an upload", "updates"), crash_points.step("upload.append"):
-                files.write_twice_if_full(lambda: self._file.append(self._descriptor, data))
+                self._file.append(self._descriptor, data)
             self._received = self._file.received
 
     def finish(self) -> Path:
@@ -229,11 +216,11 @@ class OpenUpload:
         self.close()
         file = self._file
         with file.lock:
-            if not file.is_complete() and self._received < self._size_bytes:
+            if file.is_complete():
+                return file.path
+            if self._received < self._size_bytes:
                 raise errors.UploadError(f"{self._received} of {self._size_bytes} bytes were received")
-            if not file.digest or file.is_complete():
-                with files.translate_os_errors("ending an upload", "updates"):
-                    file.settle()
+            if not file.digest:
                 return file.path
             if not file.gone:
                 with files.translate_os_errors("restarting an upload", "updates"):
@@ -250,18 +237,16 @@ class OpenUpload:
         if self._writers.get(self._file) is self:
             del self._writers[self._file]
             os.close(self._descriptor)
-            self._file.pause()
+            if self._file.norm is not None:
+                self._file.norm.pause()  # nothing may follow for a long time
 
 
-def discard(
-    file: SpoolFile, writers: dict[SpoolFile, OpenUpload], take: Callable[[SpoolFile], bool] = lambda _: False
-) -> None:
-    """Fence the writer of a file, which no upload may continue, and remove it, unless `take` has taken it."""
+def discard(file: SpoolFile, writers: dict[SpoolFile, OpenUpload]) -> None:
+    """Fence the writer of a file, and remove the file, which no upload may use again."""
     with file.lock:
         if (writer := writers.get(file)) is not None:
             writer.fence()
-        if not take(file):
-            file.remove()
+        file.remove()
         file.gone = True
 
 
@@ -284,8 +269,6 @@ def resume_upload(
             earlier.fence()
         file.norm = file.norm or norm
         file.load()
-        if file.received > size_bytes and not file.sealed:
-            file.restart()  # a power failure has left other bytes
         if offset != file.received:
             raise UploadError(f"offset {offset} is not where the upload stopped; resume at {file.received}")
         writer = writers[file] = OpenUpload(file, size_bytes, writers)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import shutil
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 
 from fedplat import durable
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat_server import crash_points
 from fedplat_server.errors import UploadError
-from fedplat_server.storage import spare_files
-from fedplat_server.storage.spare_files import IdleWatch, SpareFiles
 from fedplat_server.storage.spool_file import OpenUpload, SpoolFile, discard, name_attempt, name_update, spool_path_of
 
 
@@ -22,8 +18,6 @@ class UpdateFiles:
 
     def __init__(self, folder: Path) -> None:
         self.lock = threading.Lock()  # taken before the lock of a file, never after
-        self.spare = SpareFiles(folder)
-        self.idle = IdleWatch(self.spare)
         self.files: dict[AssignmentId, SpoolFile] = {}
         self.writers: dict[SpoolFile, OpenUpload] = {}
         self._folder = folder
@@ -57,18 +51,12 @@ class UpdateFiles:
         """Return whether any update of an attempt is expected."""
         return attempt in self._needed
 
-    def keep(self, attempts: Mapping[str, set[str]]) -> None:
-        """Remember the files of needed updates (`name_update`) in the folders of attempts, and remove the others."""
-        self.spare.clear()
-        for name, updates in attempts.items():
-            if (self._folder / name).is_dir():
-                self._keep(self._folder / name, updates)
-
-    def _keep(self, folder: Path, names: set[str]) -> None:
-        for path in list(folder.iterdir()):
+    def keep(self, folder: Path, names: set[str]) -> None:
+        """Remember the files of needed updates (by `name_update`) in an attempt's folder, and remove the others."""
+        for path in folder.iterdir():
             name = path.name.partition("-")[0]
             if name in names:
-                self._leftovers.setdefault(name, []).append(spare_files.restore(path))
+                self._leftovers.setdefault(name, []).append(path)
             else:
                 path.unlink()
 
@@ -92,11 +80,6 @@ class UpdateFiles:
         path.chmod(0o600)
         return SpoolFile(path, digest)
 
-    def make(self, key: AssignmentId, name: str, size_bytes: int) -> SpoolFile:
-        """Return the file of a new update."""
-        self.make_folder(key.attempt)
-        return self.spare.make(key, spool_path_of(self._folder, key, name), name, size_bytes)
-
     def adopt(self, key: AssignmentId, digest: str, path: Path) -> None:
         """Move a file with a durable copy elsewhere into the folder of its attempt."""
         self.make_folder(key.attempt)
@@ -109,7 +92,7 @@ class UpdateFiles:
             path.unlink(missing_ok=True)
         file = self.files.pop(key, None)
         if file is not None:
-            discard(file, self.writers, functools.partial(self.spare.put, key))
+            discard(file, self.writers)
 
     def make_folder(self, attempt: AttemptKey) -> None:
         """Create the folder of an attempt durably, if it does not exist."""

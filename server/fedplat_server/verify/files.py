@@ -29,7 +29,6 @@ from fedplat_server.storage import (
     object_store,
     ownership,
     segments,
-    spare_files,
     spool_backend,
     spool_file,
 )
@@ -197,8 +196,8 @@ def _describe_name(digest: str) -> tuple[str, str]:
 
 _MAX_BYTES = 1 << 40
 """Nothing larger is read; the parts of a copy are not kept in memory."""
-_UPLOAD = re.compile("[0-9a-f]{64}/[0-9a-f]{64}-(?:b3:)?(?:[0-9a-f]{64}|[0-9a-f]{32})(?:[.][0-9]+)?")
-"""The path of an upload: the attempt, the client, and the digest; or an id before the report. It may have a mark."""
+_UPLOAD = re.compile("[0-9a-f]{64}/[0-9a-f]{64}-(?:b3:)?(?:[0-9a-f]{64}|[0-9a-f]{32})")
+"""The path of an upload: the attempt, the client, and the digest; or an id before the report."""
 
 
 @dataclasses.dataclass
@@ -254,17 +253,13 @@ class SpoolFolder(SpoolPlace):
         self._folder = folder
         self._segments = folder.with_name(segments.FOLDER)
         self._listed: Sequence[Path] = ()
-        self._spare: Sequence[Path] = ()
         self._listed_segments: Mapping[Path, Sequence[segments.Record]] = {}
 
     @override
     def list_updates(self) -> None:
         with files.translate_os_errors(f"listing {self._folder}"):
             self._listed = [path.relative_to(self._folder) for path in files.list_files(self._folder)]
-            self._spare = [path for path in self._listed if path.parts[0] == spare_files.FOLDER]
-            self._listed = [
-                path for path in self._listed if path.parts[0] not in (files.SET_ASIDE_FOLDER, spare_files.FOLDER)
-            ]
+            self._listed = [path for path in self._listed if path.parts[0] != files.SET_ASIDE_FOLDER]
             self._listed_segments = self._read_segments()
 
     @override
@@ -321,11 +316,6 @@ class SpoolFolder(SpoolPlace):
                 "they are removed with the attempt, or by the next start of the daemon"
             )
         yield from (f"the file {path} in {folder} is not an upload" for path in unknown)
-        if num_spare := sum((folder / path).exists() for path in self._spare):
-            yield (
-                f"{num_spare} files of merged updates are kept for the next updates of their jobs; "
-                "they are removed with the job, or by the next start of the daemon"
-            )
 
 
 def _is_intact(record: segments.Record) -> bool:

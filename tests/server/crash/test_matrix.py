@@ -66,8 +66,6 @@ ROWS = ["rows.uncommitted", *chains.of("blob.copy")]
 """The points that only small updates and models reach."""
 FILES = chains.of("spool.new_folder", "spool.sync", "spool.folder_sync", "spool.discard")
 """The points that only updates with a file of their own reach."""
-REUSED = chains.of("spare.put", "spare.take", "spare.mark", "spare.cut", "spare.name")
-"""Those of updates that are received into the files of earlier ones."""
 MOVING = chains.of("blob.rename", "blob.folder_sync")
 CREATING, CHECKING_IN = chains.of("create_job"), chains.of("update_client", "begin_sessions")
 DELTAS, SCORES = chains.of("commit.delta"), chains.of("metrics")
@@ -79,10 +77,9 @@ ELSEWHERE = {
     *chains.of("retention"),  # in test_retention.py: versions that are not kept cannot be recomputed
     *chains.of("delivery"),  # in test_deliveries.py: without a webhook they are not reached
     *chains.of("object"),  # in test_object_store.py: models in a folder do not reach them
-    *chains.of("spare.free"),  # in test_spare_files.py: while rounds follow each other, nothing is freed
     *chains.of("spool_store"),  # in test_object_spool.py: a spool in a folder does not reach them
 }
-IN_ROUNDS = [point for point in POINTS if point not in ELSEWHERE and point not in {*ROWS, *FILES, *REUSED}]
+IN_ROUNDS = [point for point in POINTS if point not in ELSEWHERE and point not in ROWS and point not in FILES]
 SECOND = ["blob.write.after:2", "blob.rename.before:2", "blob.rename.after:2"]
 """The first file of a version is its model, the second one the state of its rule."""
 HALVES = [slice(0, None, 2), slice(1, None, 2)]
@@ -142,17 +139,6 @@ async def test_killed_while_updates_become_files(world: Chain, seed: int) -> Non
     world.order = dataclasses.replace(world.order, files_only=True)
     points = ["create_job.after", *chains.draw(seed, *FILES, "spool.keep.before", "spool.sync.after:2")]
     await chains.train(world, points, lambda rounds: scenario.job_text(rounds=rounds))
-    await check(world)
-
-
-@pytest.mark.fault("F2", "F4")
-@pytest.mark.parametrize("seed", [11])
-async def test_killed_while_files_are_reused(world: Chain, seed: int) -> None:
-    """A life has no such file before its second round."""
-    world.side = scenario.LARGE
-    world.order = dataclasses.replace(world.order, files_only=True)
-    points = ["create_job.after", *chains.draw(seed, *REUSED)]
-    await chains.train(world, points, lambda rounds: scenario.job_text(rounds=2 * rounds))
     await check(world)
 
 
