@@ -27,7 +27,7 @@ BENCHMARKS := \
 	both_ways.py \
 	papers/private_utility.py
 
-.PHONY: all demo private secure warm-start gossip large test test-all test-durations test-gpu faults faults-page planted-faults hostile fuzz flower soak simulate-faults soak-attackers check check-texts check-types format proto bench bench-peers references papers papers-page bench-page job-reference cli-reference metrics-page job-schema task-schema notebooks typescript-messages manifests dist compat docs images clean
+.PHONY: all demo private secure warm-start gossip large test test-all test-durations test-pythons test-gpu faults faults-page planted-faults hostile fuzz flower soak simulate-faults soak-attackers check check-texts check-types format proto bench bench-peers references papers papers-page bench-page job-reference cli-reference metrics-page job-schema task-schema notebooks typescript-messages manifests dist compat docs images clean
 all: demo
 
 $(STAMP): pyproject.toml client/pyproject.toml server/pyproject.toml constraints.txt
@@ -64,6 +64,9 @@ test-all: $(STAMP) ## every test that needs no GPU, in all combinations: also th
 
 test-durations: $(STAMP) ## the same on a quiet machine, and write what the tests cost into tests/durations.json
 	FEDPLAT_STORM_THIRD=all $(PYTEST) -n $(WORKERS) -m "not gpu" --record-durations
+
+test-pythons: $(STAMP) ## other Pythons that this machine has, with current versions from the package index; minutes
+	$(BIN)/python tests/pythons/run.py
 
 test-gpu: $(STAMP) ## tests that need CUDA devices, in a PyTorch with CUDA; SHARED_GPU=1 lets all ranks of a test share one
 	$(BIN)/python -m pytest -m gpu

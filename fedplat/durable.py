@@ -13,6 +13,8 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
+from fedplat import system
+
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
 
@@ -66,7 +68,7 @@ def make_folder(path: Path) -> None:
 
 def create(path: Path, mode: int = 0o600) -> int:
     """Create a file, open it for writing and return its descriptor. Raises `FileExistsError` if the path exists."""
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | system.O_BINARY, mode)
 
 
 def write_all(descriptor: int, data: Bytes) -> None:
@@ -80,7 +82,7 @@ def write_at(descriptor: int, data: Bytes, position: int) -> None:
     """Write all of the data at a position of a file, which was not opened to append."""
     rest = memoryview(data).cast("B")
     while rest:
-        count = os.pwrite(descriptor, rest, position)
+        count = system.pwrite(descriptor, rest, position)
         rest, position = rest[count:], position + count
 
 
@@ -90,8 +92,4 @@ def sync(path: Path) -> None:
     Do not retry after an error: the kernel may have dropped the data that it could not write, and a second call would
     succeed.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    system.sync(path)

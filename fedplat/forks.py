@@ -93,4 +93,5 @@ def _release() -> None:
     _descriptors.clear()
 
 
-os.register_at_fork(before=_count, after_in_child=_release)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_count, after_in_child=_release)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from types import FrameType
 
-from fedplat import forks
+from fedplat import forks, system
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client.errors import Cancelled
 
@@ -148,7 +148,7 @@ def _watch_signals(stop: Callable[[], None], reader: int, writer: int) -> Genera
     # Python writes the signal's number to the wakeup descriptor at once. The handler runs only when the main thread
     # executes Python code, and a signal that arrives just before a long wait does not interrupt that wait. The handler
     # writes the number again, because a trainer may have replaced the descriptor, as asyncio does.
-    os.set_blocking(writer, False)
+    system.make_nonblocking(writer)
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     # The handler interrupts the main thread anywhere, perhaps while it holds a lock that stop() needs. So the handler
     # only writes to a pipe, and a separate thread stops the client.

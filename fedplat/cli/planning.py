@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import multiprocessing
-import os
 import signal
 import time
 from collections.abc import Generator, Sequence
@@ -16,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from fedplat import local_options, texts
+from fedplat import local_options, system, texts
 from fedplat.cli import session, simulate
 from fedplat.cli.options import JsonOption
 from fedplat.cli.output import Output
@@ -115,7 +114,7 @@ def _processes(file: SimulationFile) -> Generator[planning.MapFunction]:
         return
     ignore = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the command, which ends the pool
     context = multiprocessing.get_context("spawn")
-    workers = max(1, len(os.sched_getaffinity(0)) - 1)  # this process computes, too
+    workers = max(1, system.num_cores() - 1)  # this process computes, too
     with ProcessPoolExecutor(workers, context, signal.signal, ignore) as pool:
         for _ in range(workers):
             pool.submit(losses.load_library)  # they start and import while this process calibrates

@@ -12,13 +12,14 @@ beginning to end in long parts, so that even a hundred files on a hard disk are 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+
+from fedplat import system
 
 Vector: TypeAlias = npt.NDArray[np.float32]
 """One float32 vector: the floating-point entries of a model, in canonical order."""
@@ -347,7 +348,7 @@ def _tiles(columns: Columns, length: int, dtype: type[Any]) -> npt.NDArray[Any]:
 
 
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+    return ThreadPoolExecutor(system.num_cores())
 
 
 def _run_all(pool: Executor, function: Callable[..., None], arguments: Iterator[slice] | range) -> None:

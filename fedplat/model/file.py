@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from fedplat import system
 from fedplat.config.decoding import prepare_type
 from fedplat.errors import ModelError
 from fedplat.model.blocks import BLOCK, WINDOW, Blocks, blocks
@@ -88,13 +89,13 @@ class ModelFile:
         """Yield a reader of the flat buffer, for at most `longest` bytes at a time, all into one window."""
         beginning = self._start + len(self.schema.header)
         window = np.empty(min(longest, self.schema.size_bytes), np.uint8)  # untouched pages cost nothing
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(self.path, os.O_RDONLY | system.O_BINARY)
 
         def read(start: int, size: int) -> Bytes:
             part = window[:size]
             rest, position = part.data, beginning + start
             while rest:
-                count = os.preadv(descriptor, [rest], position)
+                count = system.pread_into(descriptor, rest, position)
                 if not count:
                     raise ModelError(f"{self.path} ends after {position} bytes; expected {self._size_bytes}")
                 rest, position = rest[count:], position + count

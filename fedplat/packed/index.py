@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from fedplat import system
 from fedplat.config.decoding import prepare_type
 from fedplat.errors import DataError, MissingExtraError
 from fedplat.extras import install_command
@@ -144,7 +145,7 @@ def _check(index: PackedIndex, path: Path) -> None:
 def open_regular(path: Path, expected: str = "a file of a packed dataset: restore it") -> io.BufferedReader:
     """Open a file for reading. Raises `DataError` if it is not a regular file, `FileNotFoundError` and `OSError`."""
     # O_NONBLOCK: a plain open of a FIFO waits for its writer. For a regular file it changes nothing.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | system.O_NONBLOCK | system.O_BINARY)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise DataError(f"{path} is not a regular file; expected {expected}")

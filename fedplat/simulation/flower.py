@@ -19,6 +19,7 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
+from fedplat import system
 from fedplat.config.toml import read_toml, shown_key
 from fedplat.config.toml_text import write_toml
 from fedplat.errors import EngineError, JobFileError
@@ -183,7 +184,11 @@ def _choose_workers(app: FlowerApp, asked: int) -> int:
             if asked > 1:
                 raise EngineError(f"{app.name} imports {name}, which cannot run in worker processes; use --workers 1")
             return 1
-    return asked or len(os.sched_getaffinity(0))
+    if not system.has_forked_workers():
+        if asked > 1:
+            raise EngineError(f"--workers {asked}: worker processes of apps need Linux; use --workers 1 here")
+        return 1
+    return asked or system.num_cores()
 
 
 @contextlib.contextmanager

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, cast
 
-from fedplat import aggregate, initial, job, model
+from fedplat import aggregate, initial, job, model, system
 from fedplat.config.plugins import name_of
 from fedplat.errors import DataError, JobFileError, ModelError
 from fedplat.job.spec import describe_algorithm, describe_coarse_steps, describe_copies
@@ -106,7 +105,7 @@ def prepare(
     if not len(clients_data.test_inputs) and file.job.evaluation.clients is None:
         on_progress(f"warning: {_describe_unscored(options)}")
     engine, initial_model, algorithm = _open_engine(file, clients_data, learner, on_progress)
-    workers = getattr(engine, "num_workers", 0) or options.workers or len(os.sched_getaffinity(0))
+    workers = getattr(engine, "num_workers", 0) or options.workers or system.num_cores()
     simulation = dataclasses.replace(simulation, engine=engine, initial=initial_model)
     with contextlib.closing(engine):
         yield RunSetup(simulation, clients_data, name_of(options.engine), workers, algorithm)

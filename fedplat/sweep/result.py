@@ -13,11 +13,9 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
-import fcntl
 import importlib.metadata
 import io
 import json
-import os
 import shutil
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
@@ -25,7 +23,7 @@ from typing import Any, cast
 
 import msgspec
 
-from fedplat import forks, texts
+from fedplat import forks, system, texts
 from fedplat.config import decoding, toml
 from fedplat.config.plugins import digests
 from fedplat.config.toml import read_toml
@@ -200,13 +198,13 @@ def open_folder(folder: Path, file: SweepFile) -> Generator[SweepFolder]:
     inputs = json.loads(json.dumps(_inputs(file), default=str))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY)
+        descriptor = system.open_folder_to_lock(folder)
     except OSError as exc:
         raise DataError(f"{folder} cannot be written: {exc.strerror or exc}") from exc
     store = SweepFolder(folder)
     with forks.keep_descriptor(descriptor):
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            system.lock(descriptor, wait=False)
         except BlockingIOError as exc:
             raise DataError(
                 f"another process computes the sweep in {folder}; wait for it, or choose another folder (--dir)"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct
 
+from fedplat import system
 from fedplat.errors import DataError
 from fedplat.simulation.engines.registry import ProcessesOptions
 from fedplat.simulation.run_folder import CHECKPOINT_S
@@ -66,7 +66,7 @@ def num_processes(file: SweepFile, options: WorkerOptions) -> int:
     """Return the number of processes: one for each core, or fewer if each run uses several processes of its own."""
     if options.jobs:
         return options.jobs
-    cores = len(os.sched_getaffinity(0))
+    cores = system.num_cores()
     own = (file.base.simulation.workers or cores) if isinstance(file.base.simulation.engine, ProcessesOptions) else 1
     return max(1, cores // own)
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -16,7 +14,7 @@ from typing import cast
 import msgspec
 from msgspec import Struct
 
-from fedplat import forks
+from fedplat import forks, system
 from fedplat.config import plugins, user_code
 from fedplat.config.decoding import prepare_type
 from fedplat.errors import USAGE_ERRORS, DataError, FedplatError, PausedError
@@ -210,11 +208,11 @@ def _lock(folder: Path) -> Generator[None]:
     """Keep other workers out of a run folder: one of a killed sweep may be about to end."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY)
+        descriptor = system.open_folder_to_lock(folder)
     except OSError as exc:
         raise DataError(f"{folder} cannot be written: {exc.strerror or exc}") from exc
     with forks.keep_descriptor(descriptor):
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        system.lock(descriptor)
         if (folder / folders.RESULTS).exists():  # a killed process may have left the journal
             shutil.rmtree(folder / folders.JOURNAL, ignore_errors=True)
         yield

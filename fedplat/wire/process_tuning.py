@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import sys
+
+from fedplat import system
 
 # <malloc.h> of glibc.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
@@ -24,7 +25,7 @@ def reuse_message_memory() -> None:
         name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ
     ):
         return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl does not have it
+    mallopt = system.find_c_function("mallopt")  # musl does not have it
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_MESSAGE)
         mallopt(_M_TRIM_THRESHOLD, _KEPT)

@@ -9,10 +9,11 @@ from importlib import util
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from support.projects import CONSTRAINTS, CORE, OURS, PROJECTS, PYTHONS, ROOT, SERVER, Project
+from support.projects import CLIENT, CONSTRAINTS, CORE, OURS, PROJECTS, PYTHONS, ROOT, SERVER, Project
 
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
 each_project = pytest.mark.parametrize("project", PROJECTS, ids=lambda project: project.name)
@@ -82,6 +83,20 @@ def test_only_flower_holds_versions_back() -> None:
         if extra not in ("dev", "docs", "flower")
     }
     assert capped == {"protobuf": f"<{version.major + 2},>={version}", "transformers": "<6,>=5.17"}
+
+
+def test_the_conda_recipe_requires_the_same() -> None:
+    """Nothing here can build it, so it must at least follow the distributions."""
+    recipe = yaml.safe_load((ROOT / "conda" / "recipe.yaml").read_text())
+    assert recipe["context"]["version"] == CORE.version
+    for project, output in zip((CORE, CLIENT), recipe["outputs"], strict=True):
+        assert output["package"]["name"] == project.name
+        python, *run = (each for each in output["requirements"]["run"] if "pin_subpackage" not in each)
+        assert python == f"python {project.table['requires-python']}"
+        expected = [each for each in project.dependencies if each.name not in OURS]
+        assert {str(Requirement(each)) for each in run} == {*map(str, expected)}
+        scripts = [f"{name} = {target}" for name, target in project.table["scripts"].items()]
+        assert output["build"]["python"]["entry_points"] == scripts
 
 
 @each_project

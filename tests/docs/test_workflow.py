@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from support.docs.blocks import ROOT
+from support.projects import PYTHONS
 
 WORKFLOW: dict[Any, Any] = yaml.safe_load((ROOT / ".github/workflows/docs.yml").read_text())
 JOBS: dict[str, Any] = WORKFLOW["jobs"]
@@ -70,3 +71,11 @@ def test_packages_come_from_one_index_at_a_time(folder: str) -> None:
     texts = [each for each in files if each.suffix in (".md", ".yml", ".sh", "") or "Dockerfile" in each.name]
     for file in (each for each in texts if each.is_file()):
         assert "--extra-index-url" not in file.read_text(encoding="utf-8", errors="replace"), file
+
+
+def test_changes_are_tested_with_every_python_on_every_system() -> None:
+    workflow: dict[Any, Any] = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())
+    rows = workflow["jobs"]["pythons"]["strategy"]["matrix"]["include"]
+    plain = {(row["system"].partition("-")[0], row["python"]) for row in rows if not row["options"]}
+    assert plain >= {*(("ubuntu", python) for python in PYTHONS), ("macos", "3.12"), ("windows", "3.12")}
+    assert {row["python"] for row in rows if row["options"] == "--lowest"} == {PYTHONS[0]}

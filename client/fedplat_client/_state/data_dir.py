@@ -20,7 +20,6 @@ Files are readable by their owner only.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import urllib.parse
@@ -35,7 +34,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 
-from fedplat import durable, forks
+from fedplat import durable, forks, system
 from fedplat.config.decoding import prepare_type
 from fedplat.wire.auth import Ticket
 from fedplat_client.errors import DataDirectoryError, DataDirectoryInUseError
@@ -105,14 +104,14 @@ class DataDirectory:
             for folder in (*reversed(self.path.parents[:2]), self.path):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.path.chmod(0o700)
-            lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | system.O_BINARY, 0o600)
         except OSError as exc:
             raise DataDirectoryError(
                 f"the data directory {self.path} cannot be used: {exc}; choose one that this user may write to"
             ) from exc
         with forks.keep_descriptor(lock):  # its end frees the lock
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                system.lock(lock, wait=False)
             except BlockingIOError as exc:
                 raise DataDirectoryInUseError(
                     f"the data directory {self.path} is in use by another client; stop that client, or use another "

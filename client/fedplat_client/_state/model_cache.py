@@ -14,6 +14,7 @@ import logging
 import mmap
 import os
 import re
+import shutil
 import struct
 import weakref
 from collections.abc import Callable, Collection, Generator
@@ -23,7 +24,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from fedplat import forks
+from fedplat import forks, system
 from fedplat.model import Parameters
 from fedplat.wire import digests, messages
 from fedplat_client.errors import TransferError
@@ -231,7 +232,7 @@ def _find_map(model: Parameters) -> mmap.mmap | None:
 
 def _mark_recycled(path: Path, size_bytes: int) -> bool:
     """Mark a model's file as one of which nothing was received; return False if it is not suitable."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    descriptor = os.open(path, os.O_WRONLY | system.O_BINARY | system.O_NOFOLLOW)
     try:
         found = os.fstat(descriptor)
         is_suitable = found.st_size == size_bytes and found.st_nlink == 1
@@ -243,7 +244,7 @@ def _mark_recycled(path: Path, size_bytes: int) -> bool:
 
 
 def _write_mark(descriptor: int, start: int, num_received: int) -> None:
-    os.pwrite(descriptor, _MARK.pack(_MARK_NAME, num_received), start)
+    system.pwrite(descriptor, _MARK.pack(_MARK_NAME, num_received), start)
 
 
 def _read_mark(descriptor: int) -> tuple[int, int | None]:
@@ -251,7 +252,7 @@ def _read_mark(descriptor: int) -> tuple[int, int | None]:
     size = os.fstat(descriptor).st_size
     start = size - _MARK.size
     if start >= 0:
-        name, num_received = _MARK.unpack(os.pread(descriptor, _MARK.size, start))
+        name, num_received = _MARK.unpack(system.pread(descriptor, _MARK.size, start))
         if name == _MARK_NAME and num_received <= start:
             return num_received, start
     return size, None
@@ -286,28 +287,28 @@ def make_room(
     for _, size, path in used:
         if max(excess, lacking) <= 0:
             break
-        path.unlink()
-        excess -= size
-        lacking -= size
-        evicted(path, size)
+        if system.delete(path):
+            excess -= size
+            lacking -= size
+            evicted(path, size)
     return excess <= 0
 
 
 def free_bytes(folder: Path) -> int:
     """Return how many bytes a folder's disk has for files that can be evicted."""
-    disk = os.statvfs(folder)
-    reserve = min(_RESERVE_BYTES, int(_RESERVE_SHARE * disk.f_blocks * disk.f_frsize))
-    return disk.f_bavail * disk.f_frsize - reserve
+    disk = shutil.disk_usage(folder)
+    return disk.free - min(_RESERVE_BYTES, int(_RESERVE_SHARE * disk.total))
 
 
 def evict_one(folder: Path, spared: Collection[str], evicted: Callable[[Path, int], None]) -> bool:
     """Delete the least recently used file; return False if there are only `spared` ones. Raises `OSError`."""
     used = sorted((path.stat().st_mtime_ns, path) for path in folder.iterdir() if path.stem not in spared)
-    for _, path in used[:1]:
+    for _, path in used:
         size = path.stat().st_size
-        path.unlink()
-        evicted(path, size)
-    return bool(used)
+        if system.delete(path):
+            evicted(path, size)
+            return True
+    return False
 
 
 def write_bounded(action: Callable[[], Result], give_way: GiveWay) -> Result:

@@ -13,7 +13,6 @@ one, loses the count.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import math
 import os
 from collections.abc import Callable, Generator, Sequence
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from fedplat import durable, forks
+from fedplat import durable, forks, system
 from fedplat.config.decoding import prepare_type
 from fedplat.privacy import steps
 from fedplat.privacy.steps import StepCharge
@@ -125,11 +124,11 @@ class PrivacyLedger:
             yield
             return
         try:
-            lock = os.open(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            lock = os.open(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | system.O_BINARY, 0o600)
         except OSError as exc:
             raise self._unusable(exc) from exc
         with forks.keep_descriptor(lock):  # its end frees the lock
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            system.lock(lock)
             yield
 
     def _read(self) -> _Content:

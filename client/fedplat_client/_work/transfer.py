@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from fedplat import system
 from fedplat.codecs.container import Format, options_from_text
 from fedplat.config.plugins import BUILTIN, Plugins
 from fedplat.errors import CodecError, ModelError, PluginError, UserCodeError
@@ -293,7 +294,7 @@ class Downloader:
             path = self.cache.admit(part, model.digest, checked)
         downloaded = self._open(path, assignment)
         if not is_kept or MESSAGE_KEY in downloaded.base:  # a message of a Flower app is for one task only
-            path.unlink()  # the open file stays readable
+            system.delete(path)  # the open file stays readable
         return downloaded
 
     def _download_delta(self, assignment: fleet_pb2.Assignment, control: Control) -> Path | None:

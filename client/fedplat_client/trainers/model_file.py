@@ -9,7 +9,6 @@ They are in the folder for temporary files (TMPDIR), which should be on a disk, 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import os
 import shutil
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 from torch import distributed
 
+from fedplat import system
 from fedplat.model import FLOATING, Parameters, blocks
 from fedplat.pytorch.distributed import STEP_BYTES, Ranks, work_in_steps
 
@@ -72,7 +72,7 @@ def make_folder() -> tuple[Path, int]:
         with contextlib.suppress(FileNotFoundError):  # another process took it for a stale one
             descriptor = _open_folder(path)
             with contextlib.suppress(OSError):  # a file system without locks, where none is taken for stale
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                system.lock(descriptor)
             if path.exists():
                 return path, descriptor
             os.close(descriptor)
@@ -84,15 +84,15 @@ def remove_stale() -> None:
         with contextlib.suppress(OSError):  # removed meanwhile, no folder, or of another user
             descriptor = _open_folder(path)
             try:
-                if os.fstat(descriptor).st_uid == os.getuid():
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while a process has it
+                if os.fstat(descriptor).st_uid == system.user_id():
+                    system.lock(descriptor, wait=False)  # fails while a process has it
                     shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(descriptor)
 
 
 def _open_folder(path: Path) -> int:
-    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    return system.open_folder_to_lock(path, system.O_NOFOLLOW)
 
 
 def subtract(trained: Parameters, base: Parameters) -> Parameters:
@@ -118,13 +118,13 @@ def describe_host() -> bytes:
         place = f"{boot} {os.readlink('/proc/self/ns/mnt')}"
     except OSError:  # no /proc
         place = socket.gethostname()
-    return f"{place} {os.getuid()}".encode()
+    return f"{place} {system.user_id()}".encode()
 
 
 def _write(path: Path, chunks: Iterator[memoryview]) -> Iterator[None]:
     """Write chunks in steps. A failure is raised at the end of a step: its chunks are on their way to other ranks."""
     failure: OSError | None = None
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | system.O_BINARY, 0o600)
     with open(descriptor, "wb", buffering=0) as file:
         for number, chunk in enumerate(chunks, 1):
             rest = chunk

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from typing_extensions import override
 
-from fedplat import errors, learner
+from fedplat import errors, learner, system
 from fedplat.model import Parameters
 from fedplat.simulation.engines.interface import ClientTask, Engine, LocalUpdate
 from fedplat.simulation.engines.processes import LoopEngine, ProcessEngine
@@ -69,7 +69,7 @@ class AutoEngine(Engine):
     def __init__(self, task: ClientTraining, num_workers: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self._current = _Candidate("loop", lambda: LoopEngine(task))
         self._untried = [_Candidate("vmap", lambda: _make_vmap(task), VMAP_AFTER_S)]
-        if num_workers > 1:
+        if num_workers > 1 and system.has_forked_workers():
             self._untried.insert(
                 0, _Candidate("processes", lambda: ProcessEngine(task, num_workers), PROCESSES_AFTER_S)
             )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from fedplat import system
 from fedplat.model import Parameters
 
 
@@ -114,9 +114,6 @@ def keep_freed_memory() -> None:
     By default, glibc maps every block of more than about 128 KiB anew, and the kernel takes longer to clear its pages
     than a small convolution takes to compute: with this setting a step of LeNet was 2.7 times faster on one machine.
     """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):
-        return
-    mallopt(_M_MMAP_THRESHOLD, _LARGE)
-    mallopt(_M_TRIM_THRESHOLD, _LARGE)
+    if (mallopt := system.find_c_function("mallopt")) is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE)
+        mallopt(_M_TRIM_THRESHOLD, _LARGE)

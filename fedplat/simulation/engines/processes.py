@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 from typing_extensions import override
 
+from fedplat import system
 from fedplat.config import user_code
-from fedplat.errors import ModelError
+from fedplat.errors import ModelError, UnsuitableEngineError
 from fedplat.model import Parameters, Schema
 from fedplat.simulation.engines import trainers, worker_pool
 from fedplat.simulation.engines.interface import ClientTask, LocalUpdate
@@ -56,12 +56,15 @@ task that is begun later still runs before short ones."""
 class ProcessEngine(FederationEngine):
     """Trains clients in `num_workers` processes, one thread each; by default one for each core.
 
-    The processes start with the first version. All versions must have its schema.
+    The processes start with the first version. All versions must have its schema. Raises `UnsuitableEngineError` on
+    systems other than Linux.
     """
 
     def __init__(self, task: ClientTraining, num_workers: int | None = None) -> None:
+        if not system.has_forked_workers():
+            raise UnsuitableEngineError('engine = "processes": its workers need Linux; use "auto" or "loop" here')
         self._federation = task.federation
-        self._num_workers = num_workers or len(os.sched_getaffinity(0))
+        self._num_workers = num_workers or system.num_cores()
         self._trainer = trainers.make_trainer(task)
         self._started: tuple[ForkedWorkers, Shared] | None = None
         self._versions = Versions(self._forget)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from typing_extensions import override
 
-from fedplat import errors, extras, learner
+from fedplat import errors, extras, learner, system
 from fedplat.errors import EngineError
 from fedplat.model import Parameters, Schema
 from fedplat.simulation.engines import worker_pool
@@ -135,7 +135,7 @@ def _import_ray() -> Any:
 
 
 def _cores() -> int:
-    return len(os.sched_getaffinity(0))
+    return system.num_cores()
 
 
 @contextlib.contextmanager

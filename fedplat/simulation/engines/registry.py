@@ -5,13 +5,12 @@ PyTorch is imported only when an engine is built.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from msgspec import Struct
 
-from fedplat import errors, learner
+from fedplat import errors, learner, system
 from fedplat.config.plugins import Kind, build_checked, by_name, define, is_builtin
 from fedplat.simulation.engines import interface
 from fedplat.simulation.engines.interface import Engine
@@ -36,7 +35,7 @@ class AutoOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field="na
         """Create the engine."""
         from fedplat.simulation.engines.auto import AutoEngine
 
-        return AutoEngine(task, num_workers or len(os.sched_getaffinity(0)))
+        return AutoEngine(task, num_workers or system.num_cores())
 
 
 class LoopOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="loop"):

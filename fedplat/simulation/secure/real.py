@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from typing_extensions import override
 
+from fedplat import system
 from fedplat.rounds import AssignmentId
 from fedplat.secure_aggregation import messages, unmasking
 from fedplat.secure_aggregation.participant import Participant, ParticipantLimits
@@ -55,7 +55,7 @@ class RealProtocol(SecureProtocol):
     @override
     def remove_masks(self, setup: Setup, group: MaskedGroup, total: Masked) -> None:
         wrong = unmasking.remove_masks(
-            setup, self._members(group), group.sent, group.survivors, group.answers, total, len(os.sched_getaffinity(0))
+            setup, self._members(group), group.sent, group.survivors, group.answers, total, system.num_cores()
         )
         assert not wrong, "simulated clients are honest"
 

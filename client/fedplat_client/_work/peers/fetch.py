@@ -12,6 +12,7 @@ from typing import BinaryIO, Protocol
 
 import grpc
 
+from fedplat import system
 from fedplat.secure_aggregation import primitives, relay
 from fedplat.wire import messages
 from fedplat.wire.v1 import model_pb2, peer_pb2
@@ -228,7 +229,7 @@ def open_file(link: relay.RelayLink, own: primitives.KeyPair, source: Path, targ
 def _convert(convert: Callable[[BinaryIO, BinaryIO], None], source: Path, target: Path) -> None:
     part = target.with_name(f"{target.name}.part")
     try:
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | system.O_BINARY, 0o600)
         with os.fdopen(descriptor, "wb") as writing, source.open("rb") as reading:
             convert(reading, writing)
         part.replace(target)

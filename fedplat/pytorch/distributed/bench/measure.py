@@ -15,6 +15,7 @@ import msgspec
 import torch
 from torch import distributed
 
+from fedplat import system
 from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.distributed.bench import records
 
@@ -252,7 +253,7 @@ def measure(
         ranks=ranks.size,
         device=torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu",
         library="nccl" if ranks.device.type == "cuda" else "gloo",
-        cores=len(os.sched_getaffinity(0)),
+        cores=system.num_cores(),
         load=load,
         copies=copies,
         links=measured_links,

@@ -1,0 +1,77 @@
+"""The client and the simulator work on systems that lack what Linux has: its names are hidden from them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.projects import ROOT
+
+PROGRAM = Path(__file__).with_name("program.py")
+TESTS = (
+    "tests/client/test_client.py",
+    "tests/client/test_identity.py",
+    "tests/client/test_recycled_files.py",
+    "tests/client/test_transfer.py",
+    "tests/core/test_model_file.py",
+)
+"""Tests of what uses `fedplat.system`: locks, downloads, caches, and files of models."""
+OTHER_PROCESS = "tests/client/test_identity.py::test_a_second_process_is_refused"
+"""It starts a process in which nothing is hidden, whose locks are of another kind."""
+OTHERS = {name: pytest.param(name, marks=pytest.mark.grid) for name in ("macos", "windows")}
+"""More is hidden for Windows, so that covers the rest; only the simulator is not promised there."""
+
+
+def run(folder: Path, *arguments: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("system", ["windows", OTHERS["macos"]])
+def test_every_module_can_be_imported(tmp_path: Path, system: str) -> None:
+    *missing, count = run(tmp_path, str(PROGRAM), system, "--import").splitlines()
+    assert int(count.split()[0]) > 400
+    assert not any(line.startswith(("fcntl", "resource")) for line in missing)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("system", ["macos", OTHERS["windows"]])
+def test_a_simulation_trains_with_the_same_result(tmp_path: Path, system: str) -> None:
+    """The engine `auto` leaves out worker processes; `processes` refuses to run in a sentence."""
+    arguments = ["simulate", "digits", "--seed", "1", "--rounds", "3", "--engine", "auto", "--no-plots"]
+    results: list[bytes] = []
+    for number, command in enumerate(([str(PROGRAM), system, "fedplat.cli"], ["-m", "fedplat.cli"])):
+        folder = tmp_path / str(number)
+        run(tmp_path, *command, *arguments, "--output", str(folder))
+        results.append(next(folder.rglob("*.safetensors")).read_bytes())
+    assert results[0] == results[1]
+    command = [sys.executable, str(PROGRAM), system, "fedplat.cli", "simulate", "digits", "--engine", "processes"]
+    refused = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert refused.returncode != 0
+    assert 'engine = "processes": its workers need Linux; use "auto" or "loop" here' in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.slow
+def test_the_tests_of_client_and_simulator_pass(tmp_path: Path) -> None:
+    options = [
+        "-q",
+        "-p",
+        "portability.hide",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow and not grid",
+    ]
+    run(ROOT, "-m", "pytest", *options, "--basetemp", str(tmp_path / "tests"), "--deselect", OTHER_PROCESS, *TESTS)
