@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import importlib
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -24,12 +24,16 @@ try:
     import fcntl
 except ModuleNotFoundError:  # on Windows
     fcntl = None
-    msvcrt: Any = importlib.import_module("msvcrt")
+    import msvcrt as _msvcrt
+
+    msvcrt: Any = _msvcrt
 
 O_BINARY: int = getattr(os, "O_BINARY", 0)
 """For each file that is opened by `os.open`: without it, Windows replaces line ends."""
 O_NOFOLLOW: int = getattr(os, "O_NOFOLLOW", 0)
 O_NONBLOCK: int = getattr(os, "O_NONBLOCK", 0)
+SIGKILL: int = getattr(signal, "SIGKILL", signal.SIGTERM)
+"""Ends a process at once; on Windows each signal does."""
 _O_DIRECTORY: int = getattr(os, "O_DIRECTORY", 0)
 """0 on Windows, where folders cannot be opened."""
 _LOCK_NAME = ".lock"
@@ -49,6 +53,17 @@ def num_cores() -> int:
 def user_id() -> int:
     """Return the number of this process's user in `os.stat` results: 0 for all users of Windows."""
     return os.getuid() if hasattr(os, "getuid") else 0
+
+
+def signal_group(process: subprocess.Popen[Any], number: int) -> None:
+    """Send a signal to a process that was started with a session of its own, and to its group; on Windows to it alone.
+
+    Raises `ProcessLookupError`.
+    """
+    if hasattr(os, "killpg"):
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
 
 
 def has_forked_workers() -> bool:

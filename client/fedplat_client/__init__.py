@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fedplat.errors import MissingExtraError, PrivacyLimitError, TicketError
     from fedplat.model import Parameters
     from fedplat_client._state.privacy_ledger import PrivacyLimit
-    from fedplat_client.client import Client, TaskOutcome
+    from fedplat_client.client import Client
     from fedplat_client.errors import (
         CallError,
         CallRefusedError,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
         UnknownClientError,
     )
     from fedplat_client.options import ClientOptions
-    from fedplat_client.task import EvaluateResult, Task, TrainResult
+    from fedplat_client.task import EvaluateResult, Task, TaskOutcome, TrainResult
 else:
     _MODULES = ("fedplat_client.errors", "fedplat_client.task", "fedplat_client.options", "fedplat_client.client")
     _OTHERS = ("fedplat.errors", "fedplat.model", "fedplat_client._state.privacy_ledger")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
 import functools
 import logging
 import math
@@ -32,7 +31,7 @@ from fedplat_client._work import heartbeat, process_group, training, transfer, w
 from fedplat_client._work.peers.port import PeerPort
 from fedplat_client.backoff import Backoff, PollTime, draw_s, is_cut
 from fedplat_client.options import ClientOptions
-from fedplat_client.task import EvaluateFunction, TrainFunction
+from fedplat_client.task import EvaluateFunction, TaskOutcome, TrainFunction
 
 if TYPE_CHECKING:
     from fedplat_client._protocols.gossip.worker import SiloWorker
@@ -45,22 +44,6 @@ _NO_HTTP_ADDRESS = (
     "its new tickets"
 )
 _logger = logging.getLogger(__name__)
-
-
-class TaskOutcome(enum.Enum):
-    """What became of the one task for which a client runs."""
-
-    DONE = "done"
-    """It was reported, or the server has ended it, since it no longer needed it."""
-    NO_WORK = "no work"
-    FAILED = "failed"
-    """It failed here, or its report was refused; the server knows."""
-    UNREACHABLE = "unreachable"
-    """The server did not answer."""
-    LEFT = "left"
-    """It continues outside of this process (`ClientOptions.leaves_tasks`)."""
-    STOPPED = "stopped"
-    """The client was told to stop; a task that had begun was given back."""
 
 
 class Client:

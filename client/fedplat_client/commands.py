@@ -23,8 +23,9 @@ from fedplat.wire import process_tuning
 from fedplat_client import errors, log, trainer_options, transport
 from fedplat_client._auth import enrollment
 from fedplat_client._version import __version__
-from fedplat_client.client import Client, TaskOutcome
+from fedplat_client.client import Client
 from fedplat_client.options import ClientOptions
+from fedplat_client.task import TaskOutcome
 from fedplat_client.trainer_options import TrainerOptions, UsageError
 
 _Decorator: TypeAlias = Callable[[Callable[..., None]], Callable[..., None]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -320,3 +321,19 @@ def _show(value: object) -> str:
         return texts.shorten(repr(value), _MAX_SHOWN_BYTES)
     except Exception:  # the class is someone's code
         return f"a {texts.name_type(value)}"
+
+
+class TaskOutcome(enum.Enum):
+    """What became of the one task for which a client runs."""
+
+    DONE = "done"
+    """It was reported, or the server has ended it, since it no longer needed it."""
+    NO_WORK = "no work"
+    FAILED = "failed"
+    """It failed here, or its report was refused; the server knows."""
+    UNREACHABLE = "unreachable"
+    """The server did not answer."""
+    LEFT = "left"
+    """It continues outside of this process (`ClientOptions.leaves_tasks`)."""
+    STOPPED = "stopped"
+    """The client was told to stop; a task that had begun was given back."""

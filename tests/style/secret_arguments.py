@@ -9,7 +9,7 @@ from style.sources import Finding, Sources
 
 WRONG = {
     "a password in --database": re.compile(r"--database[ =]\S*://[^\s/:@]+:[^\s@]+@"),
-    "a ticket as an argument": re.compile(r"--ticket(?!-file)[ =\"']"),
+    "a ticket as an argument": re.compile(r"--ticket(?!-file| TICKET`)[ =\"']"),
     "a token as an argument": re.compile(r"--token\b"),
     # `-e NAME` alone takes the value from the environment; a file (`@...`, `..._FILE`) is no secret itself.
     "a secret in an argument of docker or podman": re.compile(

@@ -14,6 +14,7 @@ from typing import IO, Literal
 
 import msgspec
 
+from fedplat import system
 from fedplat.testing.wire.calls import POPULATION, SECRET
 from fedplat.testing.wire.cases import CASES
 from fedplat.testing.wire.fleet import ScriptedFleet
@@ -149,13 +150,13 @@ class _Attempt:
 
     def _kill(self) -> None:
         self._is_killed = True
-        self._signal(signal.SIGKILL)
+        self._signal(system.SIGKILL)
 
     def _signal(self, number: int) -> None:
         if self._process is not None and self._process.poll() is None:
-            os.killpg(self._process.pid, number)
+            system.signal_group(self._process, number)
 
     def _end(self) -> None:
-        self._signal(signal.SIGKILL)
+        self._signal(system.SIGKILL)
         if self._process is not None:
             self._process.wait(_END_S)

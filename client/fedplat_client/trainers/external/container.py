@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fedplat import system
 from fedplat_client.trainers.external.folder import TaskFolder
 from fedplat_client.trainers.external.process import TASK_VARIABLE, Program, end_processes, start_program
 
@@ -55,12 +56,13 @@ class ContainerLauncher:
 
     def make_command(self, folder: TaskFolder) -> tuple[str, ...]:
         """Return the command line that runs a task."""
-        user = f"{os.getuid()}:{os.getgid()}"
-        is_rootless_podman = self.kind == "podman" and os.getuid() != 0
+        # Windows has no such numbers.
+        user = (f"--user={system.user_id()}:{os.getgid()}",) if hasattr(os, "getgid") else ()
+        is_rootless_podman = self.kind == "podman" and system.user_id() != 0
         return (
             *(self.engine, "run", "--rm", "--init", "--pull=never", f"--name={folder.name}"),
             *("--network=none", "--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges"),
-            *(f"--pids-limit={_MAX_PROCESSES}", "--tmpfs=/tmp:rw,nosuid,nodev", f"--user={user}"),
+            *(f"--pids-limit={_MAX_PROCESSES}", "--tmpfs=/tmp:rw,nosuid,nodev", *user),
             *(("--userns=keep-id",) if is_rootless_podman else ()),
             *(f"--mount=type=bind,source={folder.path},target={_PLACE}", f"--workdir={_PLACE}"),
             *(f"--env={TASK_VARIABLE}={_PLACE}", "--env=HOME=/tmp"),

@@ -19,7 +19,7 @@ from typing import Annotated, BinaryIO, Literal
 import msgspec
 from msgspec import Meta
 
-from fedplat import claims, durable, texts
+from fedplat import claims, durable, system, texts
 from fedplat.config.decoding import prepare_type
 from fedplat.errors import ModelError
 from fedplat.model import SERVER, Parameters, Schema
@@ -124,7 +124,7 @@ class TaskFolder:
     def open_log(self) -> BinaryIO:
         """Open the log, to which the program's output is appended. Raises `ExternalTaskError`."""
         try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | system.O_NOFOLLOW | system.O_BINARY
             return open(os.open(self.path / _LOG, flags, 0o600), "ab")
         except OSError as exc:
             raise ExternalTaskError(f"{self.path / _LOG} cannot be written: {exc}") from exc
@@ -277,7 +277,7 @@ class TaskFolder:
         path = self.path / name
         try:
             # A FIFO without a writer would block, and a link could name any file of this user.
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDONLY | system.O_NOFOLLOW | system.O_NONBLOCK | system.O_BINARY)
         except FileNotFoundError:
             raise
         except OSError as exc:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fedplat import system
 from fedplat_client.errors import ExternalTaskError
 from fedplat_client.trainers.external.folder import TaskFolder
 from fedplat_client.trainers.external.trainer import OuterProcess
@@ -81,7 +82,7 @@ class Program:
         """Send the group SIGTERM or SIGKILL."""
         if self._process.poll() is None:  # else its number may belong to another process by now
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL if force else signal.SIGTERM)
+                system.signal_group(self._process, system.SIGKILL if force else signal.SIGTERM)
 
 
 def describe_status(status: int) -> str:
@@ -107,7 +108,7 @@ def end_processes(folder: TaskFolder) -> None:
         found = False
         for descriptor in _open_processes(marker):
             try:
-                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                signal.pidfd_send_signal(descriptor, system.SIGKILL)
                 found = True
                 gone = select.poll()
                 gone.register(descriptor, select.POLLIN)
@@ -128,7 +129,7 @@ def _open_processes(marker: bytes) -> Iterator[int]:
         if not path.name.isdigit() or int(path.name) == os.getpid():
             continue
         try:
-            if path.stat().st_uid != os.getuid():
+            if path.stat().st_uid != system.user_id():
                 continue
             descriptor = os.pidfd_open(int(path.name))
         except OSError:  # it has ended

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from fedplat import forks
+from fedplat import forks, system
 from fedplat_client.errors import DataDirectoryError, DataDirectoryInUseError
 from fedplat_client.trainers.external import kinds
 from fedplat_client.trainers.external.folder import KEPT_LOG_BYTES, TaskFolder
@@ -39,14 +38,14 @@ class TaskRoot:
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._check_parents()
-            lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | system.O_NOFOLLOW | system.O_BINARY, 0o600)
         except OSError as exc:
             raise DataDirectoryError(
                 f"the folder of tasks {self.path} cannot be used: {exc}; name another one with --task-root"
             ) from exc
         self._held.enter_context(forks.keep_descriptor(lock))  # its end frees the lock
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            system.lock(lock, wait=False)
         except BlockingIOError as exc:
             self._held.close()
             raise DataDirectoryInUseError(
@@ -100,7 +99,7 @@ class TaskRoot:
             found = path.stat()
             if found.st_mode & stat.S_ISVTX:
                 continue
-            if found.st_mode & stat.S_IWOTH or (path == self.path and found.st_uid != os.getuid()):
+            if found.st_mode & stat.S_IWOTH or (path == self.path and found.st_uid != system.user_id()):
                 raise DataDirectoryError(
                     f"{path} belongs to or can be changed by other users of this host (mode "
                     f"{stat.S_IMODE(found.st_mode):o}); expected a folder of this user alone, such as "
