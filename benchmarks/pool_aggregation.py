@@ -125,7 +125,9 @@ def make_files(folder: Path, num_updates: int, num_parameters: int, num_files: i
 def inputs_of(folder: Path, split: str, ranks: int) -> AttemptInputs:
     """Return the inputs of one attempt."""
     table = f'[pool]\nranks = {ranks}\nsplit = "{split}"\n' if split else ""
-    return AttemptInputs(spec=parse_job(JOB + table), job_id="bench", version=1, base_path=str(folder / "base"))
+    return AttemptInputs(
+        spec=parse_job(JOB + table), job_id="bench", version=1, round=1, base_path=str(folder / "base")
+    )
 
 
 async def aggregate(backend: AggregationBackend, folder: Path, num_updates: int) -> str:

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 fcntl: Any
+msvcrt: Any
 try:
     import fcntl
 except ModuleNotFoundError:  # on Windows
-    fcntl = None
-    import msvcrt as _msvcrt
+    import msvcrt
 
-    msvcrt: Any = _msvcrt
+    fcntl = None
 
 O_BINARY: int = getattr(os, "O_BINARY", 0)
 """For each file that is opened by `os.open`: without it, Windows replaces line ends."""

@@ -86,7 +86,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    config.hook.pytest_deselected(items=order.take_out_slow(items, frozenset(config.getoption("--fast-only"))))
+    fast_only: list[str] = config.option.fast_only
+    config.hook.pytest_deselected(items=order.take_out_slow(items, fast_only))
     table.note_rows(items)
     if (seed := config.getoption("--shuffle")) is not None:
         order.shuffle_modules(items, seed)

@@ -30,7 +30,8 @@ def main() -> None:
         signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
         raise KeyboardInterrupt
 
-    handled = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
+    numbers = [signal.Signals[name] for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]  # Windows has one
+    handled = [each for each in numbers if signal.getsignal(each) is signal.SIG_DFL]
     with forks.keep_signals(handled):
         try:
             for number in handled:

@@ -48,7 +48,7 @@ def encode_setup(setup: Setup, change: dict[str, Any] | bytes) -> bytes:
         (
             {"size": 7},
             {},
-            "is for 7 entries; the model has 2050 floating-point entries",
+            "is for 7 entries; the update has 2050 floating-point entries",
         ),
         ({"clip": float("inf")}, {}, "the setup of the secure aggregation cannot be read"),
         ({"max_examples": float("nan")}, {}, "the setup of the secure aggregation cannot be read"),

@@ -25,7 +25,7 @@ def test_its_job_runs(tmp_path: Path) -> None:
         clients = [[*client.replace("fedplat", f"{processes.BIN}/fedplat").split(), name] for name in ("one", "two")]
         environment = {**os.environ, "FEDPLAT_PROFILE": str(server.profile_path), "OMP_NUM_THREADS": "1"}
         with processes.processes(clients, tmp_path / "clients.log"):
-            for command in ("job submit job.toml --watch", "model export linear --output final.safetensors"):
+            for command in ("job submit job.toml --follow", "model export linear --to final.safetensors"):
                 words = [processes.BIN / "fedplat", *command.split()]
                 done = subprocess.run(
                     words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False

@@ -67,7 +67,7 @@ class World:
         self.address = f"127.0.0.1:{processes.free_port()}"
         client = "fedplat-client run --ticket-file fedplat-data/demo.ticket --trainer linear=trainer:train --data-dir"
         with self.server(), self.started(f"{client} client-1", f"{client} client-2"):
-            self.bash(f"cd {self.home}; fedplat job submit job.toml --watch")
+            self.bash(f"cd {self.home}; fedplat job submit job.toml --follow")
         shutil.copytree(self.home / "fedplat-data", self.home / "stopped")
 
     def find_names(self, admin: AdminClient) -> dict[str, str]:

@@ -266,7 +266,7 @@ def test_prometheus_asks_each_daemon_and_has_the_rules_of_the_package() -> None:
 def test_what_acts_for_the_operator_waits_for_the_server(compose: dict[str, Any]) -> None:
     assert "fedplat --timeout 300 enrollment create" in text(compose["services"]["ticket"])
     submission = text(compose["services"]["submit"])
-    assert re.search(r"exec fedplat job submit \S+ --watch --timeout 300 ", submission)
+    assert re.search(r"exec fedplat job submit \S+ --follow --timeout 300 ", submission)
     assert "until fedplat status" not in submission, "it says nothing of what comes a second later"
 
 

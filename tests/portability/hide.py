@@ -31,7 +31,7 @@ LINUX_ONLY = {
 POSIX_ONLY = {
     os: (
         *("O_CLOEXEC", "O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK", "fdatasync", "fork", "getuid", "geteuid", "killpg"),
-        *("mkfifo", "pread", "preadv", "pwrite", "register_at_fork", "sendfile", "setsid", "statvfs"),
+        *("mkfifo", "pread", "preadv", "pwrite", "register_at_fork", "sendfile", "setsid"),
     ),
     signal: ("SIGHUP", "SIGKILL", "SIGUSR1", "SIGUSR2"),
     socket: ("AF_UNIX", "MSG_DONTWAIT", "SO_REUSEPORT"),

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from fedplat.model import Parameters
+from support import deployment, processes
 from support.projects import ROOT
 
 PROGRAM = Path(__file__).with_name("program.py")
+PATIENCE_S = 60.0
 TESTS = (
     "tests/client/test_client.py",
     "tests/client/test_identity.py",
@@ -22,6 +27,22 @@ TESTS = (
 """Tests of what uses `fedplat.system`: locks, downloads, caches, and files of models."""
 OTHER_PROCESS = "tests/client/test_identity.py::test_a_second_process_is_refused"
 """It starts a process in which nothing is hidden, whose locks are of another kind."""
+TRAINER = """
+import numpy as np
+from fedplat_client import TrainResult
+
+
+def train(task):
+    return TrainResult(parameters={"weight": task.parameters["weight"] + np.float32(1)}, num_examples=7)
+"""
+JOB = """
+name = "count"
+population = "p"
+trainer = "count"
+model.initial = "model.safetensors"
+rounds = 3
+selection = { goal = 1, over_selection = 1.0 }
+"""
 OTHERS = {name: pytest.param(name, marks=pytest.mark.grid) for name in ("macos", "windows")}
 """More is hidden for Windows, so that covers the rest; only the simulator is not promised there."""
 
@@ -44,6 +65,34 @@ def test_every_module_can_be_imported(tmp_path: Path, system: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("system", ["windows", OTHERS["macos"]])
+def test_a_client_trains_and_a_second_one_is_refused_its_data(tmp_path: Path, system: str) -> None:
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    with processes.server(tmp_path / "server") as server, server.admin() as admin:
+        (tmp_path / "ticket").write_text(server.ticket("p"))
+        options = ["run", "--ticket-file", "ticket", "--data-dir", "data", "--trainer", "count=trainer:train"]
+        command = [sys.executable, str(PROGRAM), system, "fedplat_client", *options]
+        log = tmp_path / "client.log"
+        with log.open("wb") as output:
+            client = subprocess.Popen(command, cwd=tmp_path, stdout=output, stderr=output)
+        try:
+            model = Parameters.from_arrays({"weight": np.zeros(100_000, np.float32)})
+            job = deployment.submit(admin, JOB, model)
+            deployment.completed(admin, job)
+            exported = deployment.exported(admin, job, tmp_path)
+            second = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+            client.send_signal(signal.SIGINT)
+            assert client.wait(PATIENCE_S) == 0, log.read_text()
+        finally:
+            client.kill()
+            client.wait()
+    assert np.array_equal(exported["weight"], np.full(100_000, 3, np.float32))
+    assert second.returncode != 0
+    assert "is in use by another client" in second.stderr
+    assert "Traceback" not in log.read_text() + second.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("system", ["macos", OTHERS["windows"]])
 def test_a_simulation_trains_with_the_same_result(tmp_path: Path, system: str) -> None:
     """The engine `auto` leaves out worker processes; `processes` refuses to run in a sentence."""
@@ -51,7 +100,7 @@ def test_a_simulation_trains_with_the_same_result(tmp_path: Path, system: str) -
     results: list[bytes] = []
     for number, command in enumerate(([str(PROGRAM), system, "fedplat.cli"], ["-m", "fedplat.cli"])):
         folder = tmp_path / str(number)
-        run(tmp_path, *command, *arguments, "--output", str(folder))
+        run(tmp_path, *command, *arguments, "--dir", str(folder))
         results.append(next(folder.rglob("*.safetensors")).read_bytes())
     assert results[0] == results[1]
     command = [sys.executable, str(PROGRAM), system, "fedplat.cli", "simulate", "digits", "--engine", "processes"]

@@ -115,7 +115,7 @@ def described(file: descriptor_pb2.FileDescriptorProto) -> ServiceDescriptor:
 async def test_no_operator_gets_in_without_a_token(site: Site, method: str) -> None:
     code, text = await refusal(call(site, method))
     assert code is grpc.StatusCode.UNAUTHENTICATED
-    assert "fedplat-server operator add NAME --out FILE" in text
+    assert "fedplat-server operator add NAME --to FILE" in text
     assert text.endswith("no token was sent")
 
 

@@ -280,7 +280,8 @@ def test_mistakes_are_found_before_anything_starts(
 ) -> None:
     folder = tmp_path / "new"
     status, out, err = here(monkeypatch, capsys, "run", "--insecure", "--data-dir", str(folder), *arguments)
-    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert (status, out) == (2, "")
+    assert err.count("\n") == 1 or err.startswith("Usage: ")  # what an option cannot mean is said with its usage
     assert said in err
     assert not folder.exists()
 

@@ -199,7 +199,7 @@ async def test_lists_are_filtered_by_the_server_and_paged(visitor: Visitor, serv
 async def test_an_empty_server_says_what_to_do_next(visitor: Visitor, server: FakeServer) -> None:
     server.jobs, server.num_clients = [], 0
     text = (await visitor.get("/")).text
-    assert "fedplat job submit job.toml --watch" in text
+    assert "fedplat job submit job.toml --follow" in text
     assert "fedplat enrollment create" in text
     assert "fedplat enrollment create" in (await visitor.get("/fleet")).text
 

@@ -364,7 +364,11 @@ def test_a_silo_with_another_tokenizer_is_refused_before_training() -> None:
         make_trainer()(make_task(config={"tokenizer_sha256": digest}))
     with pytest.raises(ModelError, match="the tokenizer is a dict; expected one of transformers or of the package"):
         make_trainer(tokenizer={})(make_task())
-    own = TorchTrainer(model=lambda: made.append(1), data=(np.ones(2), np.ones(2)), share="trained", tokenizer=one)
+
+    def no_model() -> torch.nn.Module:
+        raise AssertionError("a model was made")
+
+    own = TorchTrainer(model=no_model, data=(np.ones(2), np.ones(2)), share="trained", tokenizer=one)
     for stated, message in ((another, "expected the same tokenizer on all"), ("", "expected tokenizer_sha256 in its")):
         task = make_task(config={"tokenizer_sha256": stated, "learning_rate": 0.1, "epochs": 1, "batch_size": 1})
         for run in (own, own.evaluate):

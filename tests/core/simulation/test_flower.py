@@ -95,7 +95,7 @@ def test_a_run_from_the_command_line(here: Path) -> None:
     assert (found["num_clients"], found["seed"], found["totals"]["rounds"]) == (5, 7, 2)
     assert found["metrics"]["server-round"] == 1.0
     assert found["output"] == "runs/small-2"
-    taken = run("app", "--output", "runs/small")
+    taken = run("app", "--dir", "runs/small")
     assert taken.exit_code == 2
     assert taken.stderr.splitlines()[-1] == ("error: runs/small has a run already; choose another folder (--dir)")
 
@@ -314,7 +314,7 @@ def test_the_tables_of_the_file_apply(here: Path) -> None:
     assert done.result.status == "FAILED"
     assert len(sets) == 3  # retry.max_attempts
     assert "flower.max_reply_mb allows 104" in sets[0].failures[0]
-    shown = run("app", "--output", "shown")
+    shown = run("app", "--dir", "shown")
     assert shown.exit_code == 1
     assert shown.stderr.count("allows 104") == 4, "each of 3 attempts and the end say it once"
 

@@ -272,7 +272,7 @@ def test_a_mistake_is_one_sentence(folder: Path, changes: dict[str, Any], error:
 def test_the_command_names_an_engine_of_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     path = write_digits(folder)
-    arguments = ["simulate", path.name, "--rounds", "1", "--no-plots", "--output", "run", "--engine"]
+    arguments = ["simulate", path.name, "--rounds", "1", "--no-plots", "--dir", "run", "--engine"]
     done = CliRunner().invoke(app, [*arguments, "own.py:Loop"])
     assert done.exit_code == 0, done.output
     assert "engine own.py:Loop" in done.output

@@ -59,7 +59,7 @@ def test_a_job_file_is_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     size = Parameters.from_bytes(Path("runs/digits/model.safetensors").read_bytes()).schema.num_floating
     assert all(4 * size < each["secure"]["bytes_up"] < 4 * size + 5000 for each in lines)
 
-    settings = ["--set", "simulation.secure_aggregation=model", "--output", "modelled", "--no-plots", "--json"]
+    settings = ["--set", "simulation.secure_aggregation=model", "--dir", "modelled", "--no-plots", "--json"]
     modelled = CliRunner().invoke(app, ["simulate", "digits.toml", *settings])
     assert modelled.exit_code == 0, modelled.output
     assert json.loads(modelled.stdout)["secure_aggregation"]["protocol"] == "model"

@@ -38,7 +38,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*arguments: str) -> Result:
-    result = CliRunner().invoke(app, ["sweep", "sweep.toml", "--output", "out", *arguments])
+    result = CliRunner().invoke(app, ["sweep", "sweep.toml", "--dir", "out", *arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result
@@ -133,7 +133,7 @@ def test_the_plan_runs_nothing(here: Path, pool: FakePool) -> None:
         (GRID.replace("base.toml", "none.toml"), [], "none.toml: the file cannot be read: No such file or directory"),
         (GRID + '"config.learning_rat" = [1.0]', [], "did you mean learning_rate or learning_rate_decay?"),
         (GRID.replace("[0, 1]", "[0, 2]"), [], "the sweep in out has seeds = [0, 1], and this file [0, 2]"),
-        (GRID, ["--output", "sweep.toml"], "sweep.toml cannot be written: File exists"),
+        (GRID, ["--dir", "sweep.toml"], "sweep.toml cannot be written: File exists"),
     ],
 )
 def test_mistakes_are_one_line_each(here: Path, pool: FakePool, text: str, arguments: list[str], words: str) -> None:

@@ -167,7 +167,7 @@ def test_the_runs_of_another_program_stay(tmp_path: Path, pool: FakePool) -> Non
     events = tmp_path / "out" / "runs" / "first" / "events.out.tfevents.1"
     events.parent.mkdir(parents=True)
     events.write_bytes(b"weeks of training")
-    with pytest.raises(DataError, match=r"runs has files that belong to no sweep.*--output"):
+    with pytest.raises(DataError, match=r"runs has files that belong to no sweep.*--dir"):
         run(write_sweep(tmp_path))
     assert events.read_bytes() == b"weeks of training"
 
