@@ -135,6 +135,7 @@ def test_exported_names_are_pinned():
         "describe_statistics",
         "divide_by_number",
         "first_columns",
+        "hold_resting",
         "l2_norm",
         "memory_from_bytes",
         "normalize_by_steps",
