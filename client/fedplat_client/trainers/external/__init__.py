@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from fedplat_client.trainers.external.folder import TaskFolder
 from fedplat_client.trainers.external.kinds import KINDS, ExternalOptions, make_launcher
+from fedplat_client.trainers.external.launcher import Launcher, OuterProcess
 from fedplat_client.trainers.external.root import TaskRoot
-from fedplat_client.trainers.external.trainer import ExternalTrainer, Launcher, OuterProcess
+from fedplat_client.trainers.external.trainer import ExternalTrainer
 
 __all__ = [
     "KINDS",

@@ -13,10 +13,10 @@ from types import MappingProxyType
 
 from fedplat_client.trainers.external.container import ENGINES, ContainerLauncher, is_fixed, remove_container
 from fedplat_client.trainers.external.folder import TaskFolder
+from fedplat_client.trainers.external.launcher import Launcher
 from fedplat_client.trainers.external.manual import FolderLauncher
 from fedplat_client.trainers.external.process import ProgramLauncher, end_processes
 from fedplat_client.trainers.external.slurm import SlurmLauncher, cancel_jobs
-from fedplat_client.trainers.external.trainer import Launcher
 
 _ALWAYS_PASSED = (
     *("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR"),

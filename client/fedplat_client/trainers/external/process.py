@@ -19,7 +19,7 @@ from pathlib import Path
 from fedplat import system
 from fedplat_client.errors import ExternalTaskError
 from fedplat_client.trainers.external.folder import TaskFolder
-from fedplat_client.trainers.external.trainer import OuterProcess
+from fedplat_client.trainers.external.launcher import OuterProcess
 
 TASK_VARIABLE = "FEDPLAT_TASK_DIR"
 _PASSES = 20

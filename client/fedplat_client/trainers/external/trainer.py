@@ -8,13 +8,14 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from fedplat import texts
 from fedplat.config import user_code
 from fedplat_client.errors import Cancelled, ExternalTaskError, TaskLeftError
 from fedplat_client.task import EvaluateResult, Task, TrainResult
 from fedplat_client.trainers.external.folder import TaskFolder
+from fedplat_client.trainers.external.launcher import Launcher, OuterProcess
 from fedplat_client.trainers.external.root import TaskRoot
 
 _SHORTEST_PAUSE_S = 0.01
@@ -27,50 +28,6 @@ _SHOWN_LOG_BYTES = 16 * 2**10
 _SHOWN_LINE_BYTES = 500
 _Result = TypeVar("_Result", TrainResult, EvaluateResult)
 _logger = logging.getLogger(__name__)
-
-
-class OuterProcess(Protocol):
-    """Something that works on a task folder outside of this process."""
-
-    def poll(self) -> str | None:
-        """Return None while it runs, "" if it has ended well, else what went wrong, such as "it ended with status 3".
-
-        Raises `ExternalTaskError` if that cannot be found out any more.
-        """
-        ...
-
-    def stop(self, *, force: bool) -> None:
-        """Ask it to end (SIGTERM), or with `force` end it (SIGKILL), with all that it has started."""
-
-
-class Launcher(Protocol):
-    """What starts the programs of one trainer: one object for each kind."""
-
-    @property
-    def kind(self) -> str:
-        """Name of the kind, which is stored in the task folders."""
-        ...
-
-    @property
-    def poll_s(self) -> float:
-        """The longest pause between two polls, in seconds."""
-        ...
-
-    @property
-    def continues(self) -> bool:
-        """True if what it starts outlives this process, and `attach` finds it again."""
-        ...
-
-    def start(self, folder: TaskFolder) -> OuterProcess:
-        """Start the program on a folder. Raises `ExternalTaskError`."""
-        ...
-
-    def attach(self, folder: TaskFolder) -> OuterProcess | None:
-        """Return what an earlier process has started on a folder; None if nothing of it is left."""
-        ...
-
-    def end(self, folder: TaskFolder) -> None:
-        """End what is left of a program and of all that it has started, at once; harmless without any."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
