@@ -45,3 +45,12 @@ AnyTimeoutOption = Annotated[
         "watch, 0 for all other commands.",
     ),
 ]
+CheckpointOption = Annotated[
+    float,
+    typer.Option(
+        "--checkpoint-every",
+        metavar="DURATION",
+        parser=read_duration,
+        help="Time between checkpoints of a run, from which it is resumed.",
+    ),
+]

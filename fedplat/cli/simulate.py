@@ -24,7 +24,6 @@ from rich.text import Text
 from fedplat import errors, texts
 from fedplat.cli import formats, options, output, session
 from fedplat.cli.output import Output
-from fedplat.command_line.with_typer import read_duration
 from fedplat.config.user_code import wrap_errors
 from fedplat.errors import JobFileError
 from fedplat.job import planning
@@ -69,16 +68,7 @@ def simulate(  # noqa: PLR0913 - a command's parameters are its options
         str,
         typer.Option("--mlflow", metavar="URI", help="Tracking server, database or folder of MLflow for the rounds."),
     ] = "",
-    checkpoint_s: Annotated[
-        float,
-        typer.Option(
-            "--checkpoint-every",
-            metavar="DURATION",
-            parser=read_duration,
-            show_default=f"{CHECKPOINT_S:g}s",
-            help="Time between checkpoints, from which a run can be resumed.",
-        ),
-    ] = CHECKPOINT_S,
+    checkpoint_s: options.CheckpointOption = CHECKPOINT_S,
     show_data: Annotated[
         bool, typer.Option("--show-data", help="Show how data is split over clients, and exit.")
     ] = False,

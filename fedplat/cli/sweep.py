@@ -19,9 +19,8 @@ from rich.text import Text
 from fedplat import errors, texts
 from fedplat import sweep as sweeps
 from fedplat.cli import formats, session, simulate
-from fedplat.cli.options import JsonOption
+from fedplat.cli.options import CheckpointOption, JsonOption
 from fedplat.cli.output import Output, table
-from fedplat.command_line.with_typer import read_duration
 from fedplat.config.toml_text import format_toml
 from fedplat.simulation.run_folder import CHECKPOINT_S
 from fedplat.sweep import StepProgress, SweepFile, SweepResult, SweepRow, plan
@@ -42,16 +41,7 @@ def sweep(  # noqa: PLR0913 - a command's parameters are its options
     plots: Annotated[
         bool | None, typer.Option("--plots/--no-plots", help="Draw plots. Default: if matplotlib is installed.")
     ] = None,
-    checkpoint_s: Annotated[
-        float,
-        typer.Option(
-            "--checkpoint-every",
-            metavar="DURATION",
-            parser=read_duration,
-            show_default=f"{CHECKPOINT_S:g}s",
-            help="Time between checkpoints of a run, from which it is continued.",
-        ),
-    ] = CHECKPOINT_S,
+    checkpoint_s: CheckpointOption = CHECKPOINT_S,
     show_plan: Annotated[bool, typer.Option("--plan", help="Show the configurations and the work, and exit.")] = False,
     as_json: JsonOption = False,
 ) -> None:

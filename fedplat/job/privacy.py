@@ -179,7 +179,7 @@ def build_rule(
     if spec.robust is not None:
         with user_code.wrap_errors(f'robust.rule = "{plugins.name_of(spec.robust.rule)}": build()'):
             rule = spec.robust.build(seed)(rule)
-    # Below the noise: what a client has not sent is not released.
+    # Below the noise: what no client sends is not released.
     rule = aggregate.hold_resting(spec.turn(round))(aggregate.average_statistics(spec.updates.clip(rule)))
     if (release := build_release(spec)) is not None:
         rule = clipping.privatize(release, noise)(rule)

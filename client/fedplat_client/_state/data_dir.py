@@ -117,6 +117,10 @@ class DataDirectory:
                     f"the data directory {self.path} is in use by another client; stop that client, or use another "
                     "data directory for this one: Client(..., data_dir=FOLDER) or --data-dir FOLDER"
                 ) from exc
+            except OSError as exc:
+                raise DataDirectoryError(
+                    f"the data directory {self.path} cannot be locked: {exc}; choose one on a file system with locks"
+                ) from exc
             yield
 
     def load_identity(self, ticket: Ticket | None = None) -> Identity:

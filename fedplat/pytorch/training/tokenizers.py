@@ -37,7 +37,7 @@ def check_tokenizer(tokenizer: Any, expected: str, *, is_required: bool = True) 
     if tokenizer is None:
         if expected:
             raise ModelError(
-                f'config.tokenizer_sha256 = "{expected}": this client has not named its tokenizer; expected a trainer '
+                f'config.tokenizer_sha256 = "{expected}": this client does not name its tokenizer; expected a trainer '
                 "with tokenizer=..."
             )
         return

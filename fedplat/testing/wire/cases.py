@@ -430,7 +430,7 @@ _ENDS = (
     ),
     Case(
         name="exchange_refused",
-        rule="an assignment of a decentralised job fails if the client's owner has not allowed such jobs",
+        rule="an assignment of a decentralised job fails unless the client's owner allows such jobs",
         tasks=_small("UNSAFE_AGGREGATION", alter=_set(gossip_setup=gossip_pb2.GossipSetup(trains=True))),
     ),
 )

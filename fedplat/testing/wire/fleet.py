@@ -102,7 +102,7 @@ class ScriptedFleet:
 
     @property
     def missing(self) -> str:
-        """The part of the case that the client has not done yet."""
+        """The rest of the case, which the client still has to do."""
         if self.checks.ended_by:
             return "the client did not end"
         for number, task in enumerate(self.case.tasks):
@@ -407,7 +407,7 @@ class ScriptedFleet:
 
     def _find(self, token: str, method: str) -> _Work:
         found = next((work for work in self._works if work.token == token), None)
-        self.checks.require(found, f"{method} has a token that the server has not issued", "STALE_ASSIGNMENT")
+        self.checks.require(found, f"{method} has a token that the server did not issue", "STALE_ASSIGNMENT")
         assert found is not None
         return found
 

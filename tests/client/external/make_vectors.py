@@ -62,7 +62,7 @@ def make() -> dict[str, Any]:
         {"result.json": good, **dict.fromkeys(("update.safetensors", ALL[1]), trained)},
     )
     add("neither", "neither", {"result.json": good})
-    add("no result", "has not written result.json", {"model-out.safetensors": trained})
+    add("no result", "did not write result.json", {"model-out.safetensors": trained})
     for name, arrays, refused in (
         ("a tensor is missing", {"weight": TRAINED["weight"], "n": TRAINED["n"]}, "tensor 'bias' is missing"),
         ("a tensor too many", {**TRAINED, "more": np.zeros(1, "f4")}, "tensor 'more' is not part of the model"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import logging
 import os
@@ -14,14 +15,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fedplat import system
 from fedplat.client_state import ClientState
 from fedplat.model import Parameters
 from fedplat.wire.v1 import model_pb2
 from fedplat_client import ClientOptions, Task
+from fedplat_client._state.data_dir import DataDirectory
 from fedplat_client.cancellation import Stop, client_stopped
 from fedplat_client.errors import Cancelled, DataDirectoryError, DataDirectoryInUseError, ExternalTaskError
 from fedplat_client.task import Control
 from fedplat_client.trainers.external import ExternalOptions, ExternalTrainer, TaskRoot, make_launcher
+from fedplat_client.trainers.external.folder import TaskFolder
 from support.polling import until
 
 MODEL = Parameters.from_arrays({"weight": np.arange(3, dtype=np.float32), "steps": np.array(7, np.int64)})
@@ -93,7 +97,7 @@ FAILURES = {
     "signal": ("kill -9 $$", "the program was ended by SIGKILL"),
     "error": ('echo \'{"error": "no data"}\' > result.json; exit 1', "the program says: no data"),
     "error and status 0": ('echo \'{"error": "no data"}\' > result.json', "the program says: no data"),
-    "nothing": ("true", "the program has not written result.json"),
+    "nothing": ("true", "the program did not write result.json"),
     "no model": (
         "echo '{\"num_examples\": 2}' > result.json",
         "the program has written neither; expected exactly one of update.safetensors",
@@ -269,3 +273,25 @@ def test_a_full_disk_is_named(root: TaskRoot, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("fedplat.durable.write_all", fail)
     with pytest.raises(ExternalTaskError, match="No space left on device; free space, or name another place"):
         make_trainer(root, RETURN)(make_task())
+
+
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, *, wait: bool = True) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(system, "lock", refuse)
+    with pytest.raises(DataDirectoryError, match=r"cannot be locked: .*No locks available.*; name one on a file system"):
+        TaskRoot(tmp_path / "tasks").__enter__()
+    with (
+        pytest.raises(DataDirectoryError, match=r"cannot be locked: .*No locks available.*; choose one on a file"),
+        DataDirectory(tmp_path / "data", "localhost:1", "p").lock(),
+    ):
+        pass
+
+
+def test_the_kind_of_a_folder_is_read_as_what_a_program_has_written(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".kind")
+    assert TaskFolder(tmp_path).kind == ""
+    (tmp_path / ".kind").unlink()
+    (tmp_path / ".kind").write_bytes(b"e" * 65)
+    assert TaskFolder(tmp_path).kind == ""

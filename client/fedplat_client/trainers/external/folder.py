@@ -38,6 +38,7 @@ MAX_HEADER_EXCESS_BYTES = 2**20
 """How much longer than the model's file an update may be, since its header may be formatted in another way."""
 _MAX_ERROR_BYTES = 500
 _MAX_PROGRESS_BYTES = 64
+_MAX_KIND_BYTES = 64
 _TASK, _MODEL, _STATE = "task.json", "model.safetensors", "state.safetensors"
 _RESULT, _UPDATE, _TRAINED, _NEW_STATE = (
     "result.json",
@@ -112,8 +113,8 @@ class TaskFolder:
     @property
     def kind(self) -> str:
         """The kind of what works on the folder; empty if the folder is not readable."""
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            return (self.path / _KIND).read_text("ascii")
+        with contextlib.suppress(OSError, ExternalTaskError, UnicodeDecodeError):
+            return self.read(_KIND, _MAX_KIND_BYTES).decode("ascii")
         return ""
 
     @property
@@ -241,7 +242,7 @@ class TaskFolder:
             content = self.read(_RESULT, MAX_RESULT_BYTES)
         except FileNotFoundError as exc:
             raise ExternalTaskError(
-                f"the program has not written {_RESULT}; expected it with num_examples and metrics"
+                f"the program did not write {_RESULT}; expected it with num_examples and metrics"
             ) from exc
         try:
             return msgspec.json.decode(content, type=prepare_type(ProgramResult))

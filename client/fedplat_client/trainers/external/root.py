@@ -52,6 +52,12 @@ class TaskRoot:
                 f"the folder of tasks {self.path} is in use by another client; stop that client, or name another data "
                 "directory or --task-root for this one"
             ) from exc
+        except OSError as exc:
+            self._held.close()
+            raise DataDirectoryError(
+                f"the folder of tasks {self.path} cannot be locked: {exc}; name one on a file system with locks "
+                "with --task-root"
+            ) from exc
         for folder in self._folders():
             if folder.kind not in kinds.CONTINUED:
                 _end(folder)
