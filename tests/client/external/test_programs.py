@@ -280,7 +280,7 @@ def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytes
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(system, "lock", refuse)
-    with pytest.raises(DataDirectoryError, match=r"cannot be locked: .*No locks available.*; name one on a file system"):
+    with pytest.raises(DataDirectoryError, match=r"cannot be locked: .*No locks available.*; name one on a file"):
         TaskRoot(tmp_path / "tasks").__enter__()
     with (
         pytest.raises(DataDirectoryError, match=r"cannot be locked: .*No locks available.*; choose one on a file"),
