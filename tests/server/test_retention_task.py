@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from msgspec import structs
@@ -19,13 +19,13 @@ from fedplat_server import retries
 from fedplat_server.coordination import retention
 from fedplat_server.coordination.retention import MIN_VERSIONS, RetentionTask, find_retained_versions
 from fedplat_server.database.store import Store, open_store
-from fedplat_server.errors import LeadershipLostError, StoreUnavailableError
-from fedplat_server.storage.blobs import BlobStore
+from fedplat_server.errors import BlobError, LeadershipLostError, StoreUnavailableError
+from fedplat_server.storage.blobs import BlobStore, Sweep
 from support import daemons, databases
 from support.daemons import Gate
 from support.faulty_store import FaultyStore
 from support.runner_bench import settle
-from support.store.driver import JOB_FILE, Driver, run_to_the_end
+from support.store.driver import JOB_FILE, Driver, digest_of, run_to_the_end
 
 LATEST = ModelVersion(version=30, round=30, attempt=1, digest="d", size_bytes=1)
 FORGETFUL = JOB_FILE + "\n[retention]\nversions = 1\nstates = 1\nhistory_days = 1e-9\n"
@@ -121,6 +121,31 @@ async def test_what_an_outage_interrupts_is_tried_again(bench: Bench, method: st
     versions = await bench.store.inner.jobs.list_versions("one")
     assert [one.model_removed_unix_s is None for one in versions] == [True, False, False, True]
     assert await bench.store.inner.retention.list_old_attempts("one", 1e12) == []
+
+
+@pytest.mark.parametrize("cause", ["a lost answer", "the disk"])
+async def test_files_whose_removal_failed_are_removed_later(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, cause: str
+) -> None:
+    """The rows are stored, and the versions never found again: a private job's seeds would stay beside its models."""
+    digests = [bench.blobs.put_chunks([repr(parts).encode()]).digest for parts in (("one", 1), ("one", "state", 1))]
+    assert digests == [digest_of("one", 1), digest_of("one", "state", 1)]
+    bench.blobs.settle(digests)
+    if cause == "the disk":
+        remove, left = Sweep.remove, [BlobError("the disk refuses, says the test")]
+
+        def refuse(*args: Any, **keywords: Any) -> int:
+            if left:
+                raise left.pop()
+            return remove(*args, **keywords)
+
+        monkeypatch.setattr(Sweep, "remove", refuse)
+        monkeypatch.setattr(retention, "INTERVAL_S", 0.0)
+    else:
+        bench.store.after["mark_removed"] = failing_once(StoreUnavailableError("lost, says the test"))
+    bench.task.begin()
+    bench.task.schedule_job("one")
+    await bench.until(lambda: not any(map(bench.blobs.exists, digests)), "both files to be removed")
 
 
 async def test_an_outage_is_not_asked_again_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

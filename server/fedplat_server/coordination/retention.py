@@ -10,6 +10,7 @@ removes the files, because other processes cannot detect files that it is writin
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import time
@@ -131,8 +132,10 @@ class RetentionTask:
         retained = find_retained_versions(job, is_low=self._is_low())
         while not self._is_closing and (found := await self._store.retention.list_removable(job_id, retained)):
             with self._blobs.sweep() as sweep:
-                unreferenced = await self._store.retention.mark_removed(job_id, found)
-                size_bytes = await asyncio.to_thread(sweep.remove, unreferenced)
+                # Once the rows are stored, whatever the database answers, the versions are not found again.
+                with self._keeping(_digests({job_id: found})):
+                    unreferenced = await self._store.retention.mark_removed(job_id, found)
+                    size_bytes = await asyncio.to_thread(sweep.remove, unreferenced)
             models, states = sum(version.model for version in found), sum(version.state for version in found)
             logs.get().debug("old files were removed", job=job_id, models=models, states=states, bytes=size_bytes)
             if len(found) < BATCH:
@@ -179,13 +182,18 @@ class RetentionTask:
 
     async def _remove_leftovers(self) -> None:
         leftovers, self._leftovers = self._leftovers, set()
-        with self._blobs.sweep() as sweep:
-            try:
-                orphans = await self._store.retention.find_unreferenced(leftovers)
-            except errors.StoreError:
-                self._leftovers |= leftovers
-                raise
+        with self._blobs.sweep() as sweep, self._keeping(leftovers):
+            orphans = await self._store.retention.find_unreferenced(leftovers)
             await asyncio.to_thread(sweep.remove, orphans)
+
+    @contextlib.contextmanager
+    def _keeping(self, digests: Iterable[str]) -> Iterator[None]:
+        """Remember these files as leftovers if their removal fails."""
+        try:
+            yield
+        except (errors.StoreError, errors.BlobError):
+            self._leftovers.update(digests)
+            raise
 
     async def _run(self) -> None:
         noted_at = asyncio.get_running_loop().time()
@@ -217,12 +225,14 @@ class RetentionTask:
             await removal
         except errors.LeadershipLostError:
             raise
-        except (errors.StoreError, errors.BlobError) as exc:
+        except errors.BlobError as exc:  # a disk stays as it is for a while: not at once, but after `INTERVAL_S`
+            logs.get().warning("old files could not be removed", error=str(exc))
+        except errors.StoreError as exc:
             logs.get().warning("old files could not be removed", error=str(exc))
             self._scheduled.set()
             if not self._is_closing:
                 await asyncio.sleep(retries.BACKGROUND_RETRY_S)
-            return isinstance(exc, errors.BlobError)  # the rows are stored: the next start removes the files
+            return False
         return True
 
 
@@ -343,7 +353,6 @@ def _history_before(job: JobState, limits: PruneLimits) -> float | None:
 
 def _digests(versions: Mapping[str, list[Removable]]) -> Iterator[str]:
     for removable in (removable for each in versions.values() for removable in each):
-        if removable.model:
-            yield from (removable.version.digest, removable.version.delta_digest)
-        if removable.state:
-            yield removable.version.state_digest
+        version = removable.version
+        found = [version.digest, version.delta_digest] if removable.model else []
+        yield from filter(None, [*found, *([version.state_digest] if removable.state else [])])
