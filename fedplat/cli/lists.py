@@ -164,6 +164,16 @@ def show(
     return None
 
 
+def show_rows(
+    output: Output, rows: Sequence[Row], layout: ListLayout[Row], empty: str, limit: int | None = None
+) -> None:
+    """Print the first rows of a list that is there as a whole. A table says on stderr how many it leaves out."""
+    number = choose_limit(limit, output) or len(rows)
+    output.rows(rows[:number], layout, empty)
+    if output.is_for_people and number < len(rows):
+        output.note(f"{number:,} of {len(rows):,}; --limit 0 for all")
+
+
 def choose_limit(limit: int | None, output: Output) -> int:
     """Return the number of rows of a list: that of `--limit`, or the default of the format; 0 for all."""
     if limit is not None:

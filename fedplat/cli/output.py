@@ -44,7 +44,8 @@ from fedplat.cli import formats
 PROGRESS_FROM_BYTES = 8 * 2**20
 """Smaller transfers end before a progress bar would be visible."""
 _ROWS_AT_ONCE = 1000
-Row = TypeVar("Row", bound=Message)
+Row = TypeVar("Row")
+"""A protobuf message, or a dataclass."""
 
 
 class OutputFormat(enum.StrEnum):
@@ -105,7 +106,7 @@ class Output:
         """Print one line of an error message on stderr."""
         self.messages.print(Text("error: ", style="bold red"), Text(formats.printable(text)), sep="")
 
-    def records(self, messages: Iterable[Message]) -> None:
+    def records(self, messages: Iterable[Any]) -> None:
         """Print a list as JSON, as it arrives: one line with an array or, in the format `jsonl`, a line per element."""
         if self.form is OutputFormat.JSONL:
             for message in messages:
@@ -238,11 +239,14 @@ _OF_TRANSFERS = frozenset({"fedplat.wire.v1.ModelRef.blake3"})
 """Fields that only clients get, for their downloads."""
 
 
-def to_record(message: Message) -> dict[str, Any]:
+def to_record(message: Any) -> dict[str, Any]:
     """Convert a protobuf message to JSON: every field by name, enums without their prefix, absent messages as null.
 
-    protobuf's own JSON writes 64-bit integers as strings and NaN as "NaN"; this writes numbers and null.
+    protobuf's own JSON writes 64-bit integers as strings and NaN as "NaN"; this writes numbers and null. A dataclass
+    has its fields.
     """
+    if not isinstance(message, Message):
+        return dataclasses.asdict(message)
     record: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         if field.full_name in _OF_TRANSFERS:
