@@ -74,6 +74,8 @@ def _describe(name: str, command: click.Command, level: int) -> Iterator[str]:
         for each in command.list_commands(context):
             found = command.get_command(context, each)
             assert found is not None
+            if found.hidden:
+                continue
             yield from _describe(f"{name} {each}", found, 3)
 
 

@@ -62,11 +62,6 @@ COMMANDS: Mapping[str, Entry] = {
     ),
     "flower": Entry(RESEARCH, "fedplat.cli.flower:app", "Run Flower apps unchanged."),
     "data": Entry(RESEARCH, "fedplat.cli.data:app", "Pack training data into a few large files."),
-    "conformance": Entry(
-        FLEET,
-        "fedplat.cli.conformance:conformance",
-        "Run a client, in any language, through the cases of the protocol.",
-    ),
     "dashboard": Entry(
         RESEARCH, "fedplat.cli.dashboard:dashboard", "Show a server, or the run folder of a simulation, in a browser."
     ),
@@ -76,6 +71,11 @@ COMMANDS: Mapping[str, Entry] = {
     "privacy": Entry(JOBS, "fedplat.cli.privacy:app", "Plan, audit and show the privacy of jobs."),
     "client": Entry(FLEET, "fedplat.cli.clients:app", "List, describe and revoke clients."),
     "enrollment": Entry(FLEET, "fedplat.cli.operators:enrollment_app", "Manage the tokens with which clients enroll."),
+    "conformance": Entry(
+        FLEET,
+        "fedplat.cli.conformance:conformance",
+        "Run a client, in any language, through the cases of the protocol.",
+    ),
     "status": Entry(SERVER, "fedplat.cli.operators:status", "Show server status."),
     "events": Entry(SERVER, "fedplat.cli.events:events", "Show the latest events of the server, the oldest first."),
     "audit": Entry(
@@ -195,7 +195,7 @@ def options(  # noqa: PLR0913 - a command's parameters are its options
     insecure: Annotated[
         bool, typer.Option("--insecure", envvar="FEDPLAT_INSECURE", help="Connect without TLS.")
     ] = False,
-    as_json: JsonOption = False,
+    as_json: Annotated[bool, typer.Option("--json", envvar="FEDPLAT_JSON", help="Print JSON.")] = False,
     timeout: AnyTimeoutOption = None,
     show_version: Annotated[
         bool,

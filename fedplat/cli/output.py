@@ -134,6 +134,25 @@ class Output:
             cells = (tuple(column.cell(row) for column in columns) for row in rows)
             self.table([column.name for column in columns], cells, empty, folds=folds)
 
+    def extend(self, layout: ListLayout[Row]) -> Callable[[Sequence[Row]], None]:
+        """Return a function that prints the next rows of a list in the format, with the head of a table once."""
+        columns = layout.select(self.form is OutputFormat.WIDE)
+        table = TextTable([column.name for column in columns], self.width, cuts=self.form is OutputFormat.TABLE)
+        is_begun = False
+
+        def add(rows: Sequence[Row]) -> None:
+            nonlocal is_begun
+            if not self.is_for_people:
+                self.rows(rows, layout, "")
+            elif rows:
+                lines = table.format([tuple(column.cell(row) for column in columns) for row in rows])
+                if not is_begun:
+                    self._heading(table.head())
+                is_begun = True
+                _write(sys.stdout, "\n".join(lines))
+
+        return add
+
     def show(self, message: Message, name: str, fields: Callable[[], Mapping[str, str]]) -> None:
         """Print one thing in the format: its name, its message as one line of JSON, or its fields."""
         if self.as_json:
