@@ -16,7 +16,7 @@ import click
 from fedplat.command_line import about, groups, settings
 from fedplat.command_line.with_click import ClickCommands
 from fedplat.config import loaded_plugins
-from fedplat.errors import FedplatError, MissingExtraError, PluginError, TicketError
+from fedplat.errors import FedplatError, MissingExtraError, PluginError, TicketError, refer_to_docs
 from fedplat.wire import process_tuning
 from fedplat_client import errors, log, trainer_options
 from fedplat_client._auth import enrollment
@@ -202,7 +202,9 @@ def _run(options: ClientCommandOptions, create: Callable[[], Client], work: Call
         work(client)
     except FedplatError as exc:
         is_in_use = isinstance(exc, errors.DataDirectoryInUseError)
-        failure = (_InUseError if is_in_use else click.ClickException)(log.make_printable(str(exc)))
+        codes = [each.error_code for each in (exc, exc.__cause__) if isinstance(each, errors.CallError)]
+        docs = refer_to_docs(next(filter(None, codes), ""))
+        failure = (_InUseError if is_in_use else click.ClickException)(log.make_printable(str(exc)) + docs)
         if not options["json_log"]:
             raise failure from exc
         _logger.error(failure.message)

@@ -200,7 +200,8 @@ def reporting(
     try:
         yield output
     except errors.FedplatError as exc:
-        for line in str(exc).splitlines():
+        code = exc.code if isinstance(exc, errors.ServerRefusedError) else ""
+        for line in f"{exc}{errors.refer_to_docs(code)}".splitlines():
             output.error(line)
         for note in getattr(exc, "__notes__", ()):
             output.note(note)
