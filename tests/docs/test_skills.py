@@ -1,4 +1,4 @@
-"""The skills in `skills/`, and the commands that they and docs/faq.md name within sentences, which are those of the programs.
+"""The skills in `skills/`, and the commands in the sentences of these and of docs/faq.md, which the programs accept.
 
 Their blocks are checked like those of all pages (tests/style/blocks.py).
 """
