@@ -99,7 +99,7 @@ def _row(parameter: Any, context: click.Context) -> tuple[str, str, str] | None:
     given = parameter.envvar or []
     variables = ", ".join(f"`{each}`" for each in ([given] if isinstance(given, str) else given))
     more = f" [{'; '.join(facts)}]" if facts else ""
-    shown = re.sub(r"(, | / )(?=-)", r"`\1`", _cell(names))  # so that no line of a narrow table ends within a name
+    shown = re.sub(r"(, | / )(?=-)", r"`\1`", _cell(names))  # each name is code of its own
     return f"`{shown}`", variables, _cell(text + more)
 
 
