@@ -32,7 +32,10 @@ Each distribution above the core has one base error of its own below `FedplatErr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+_CODE = re.compile(r"[A-Z][A-Z_]{1,40}")
 
 
 class FedplatError(Exception):
@@ -156,6 +159,14 @@ class ServerRefusedError(FedplatError):
     def __init__(self, message: str, *, code: str = "") -> None:
         super().__init__(message)
         self.code = code
+
+
+def refer_to_docs(code: str) -> str:
+    """Return the end of a message, ` (docs: E-NAME)`: the entry of a server's error code in docs/errors.md.
+
+    Empty for a text that cannot be a code, since a server sends it.
+    """
+    return f" (docs: E-{code})" if _CODE.fullmatch(code) else ""
 
 
 USAGE_ERRORS = (

@@ -13,6 +13,7 @@ NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i)?B?", re.IGNORECASE)
 _DURATION = re.compile(r"([0-9]{1,12}(?:\.[0-9]{0,12})?|\.[0-9]{1,12}) ?(ms|s|min|m|h|d|w)?", re.ASCII)
 _UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_MAX_PERIOD_S = 1000 * 365.25 * 86_400
 _MAX_QUOTED = 200
 _CUT = "..."
 
@@ -140,6 +141,19 @@ def parse_duration(text: str) -> float:
     if match is None:
         raise ValueError(f"{text!r} is not a duration; expected a number and a unit, such as 15s, 10m, 24h or 7d")
     return float(match[1]) * _UNITS_S[match[2] or "s"]
+
+
+def parse_period(text: str) -> float:
+    """Return a duration above 0 in seconds, with its unit: a bare number may be meant as days. Raises `ValueError`.
+
+    >>> parse_period("30m"), parse_period("90d")
+    (1800.0, 7776000.0)
+    """
+    match = _DURATION.fullmatch(text.strip())
+    seconds = float(match[1]) * _UNITS_S[match[2]] if match is not None and match[2] else 0.0
+    if not 0.0 < seconds <= _MAX_PERIOD_S:
+        raise ValueError(f"{quote(text)}: expected a number and s, m, h, d or w, such as 24h or 90d")
+    return seconds
 
 
 def printable(text: str) -> str:

@@ -100,7 +100,12 @@ class ListenerError(ClientError):
 
 
 class CallError(ClientError):
-    """A call failed: `code` is the name of the gRPC status, `retry` the server's retry window if it sent one."""
+    """A call failed: `code` is the name of the gRPC status, `retry` the server's retry window if it sent one.
+
+    `error_code` is the server's own code, such as "REVOKED"; empty if another program answered the call.
+    """
+
+    error_code = ""
 
     def __init__(self, code: str, text: str, retry: model_pb2.RetryWindow | None = None) -> None:
         super().__init__(f"{code}: {text}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import json
 import logging
 from typing import Any, TextIO
 
@@ -16,9 +18,11 @@ _MAX_LINE = 4000
 
 def make_printable(text: str) -> str:
     """Escape control characters, so that a line is safe for a terminal, and cut a long line."""
-    if len(text) > _MAX_LINE:
-        text = f"{text[:_MAX_LINE]} ... ({len(text) - _MAX_LINE} more characters)"
-    return texts.printable(text)
+    return texts.printable(_cut(text))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_LINE else f"{text[:_MAX_LINE]} ... ({len(text) - _MAX_LINE} more characters)"
 
 
 class LogHandler(logging.StreamHandler[TextIO]):
@@ -46,8 +50,25 @@ class FieldFormatter(logging.Formatter):
         return "\n".join(make_printable(line) for line in super().formatException(ei).split("\n"))
 
 
-def set_up(level: str) -> None:
-    """Write what the process logs to stderr, from `level` on."""
+class JsonFormatter(logging.Formatter):
+    """Formats a line of JSON: `timestamp`, `level`, `event` (the sentence), `logger`, and the fields."""
+
+    @override
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "timestamp": datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(),
+            "level": record.levelname.lower(),
+            "event": _cut(record.getMessage()),
+            "logger": record.name,
+        }
+        line |= {name: value for name, value in vars(record).items() if name not in _STANDARD_FIELDS}
+        if record.exc_info:
+            line["exception"] = _cut(self.formatException(record.exc_info))
+        return json.dumps(line, default=str)
+
+
+def set_up(level: str, *, as_json: bool = False) -> None:
+    """Write what the process logs to stderr, from `level` on, as text or as lines of JSON."""
     handler = LogHandler()
-    handler.setFormatter(FieldFormatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(JsonFormatter() if as_json else FieldFormatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler])

@@ -218,8 +218,14 @@ def result(future: PendingCall[Response_co], signal: cancellation.StopSignal) ->
 
 def translate_error(exc: grpc.RpcError) -> errors.CallError:
     """Translate a gRPC error into a `CallError`."""
-    status, text = exc.code(), proxies.explain_status(exc.details() or "no details")
     error_code = {entry.key: entry.value for entry in exc.trailing_metadata() or ()}.get(auth.METADATA_CODE)
+    found = _translate(exc, error_code)
+    found.error_code = str(error_code or "")
+    return found
+
+
+def _translate(exc: grpc.RpcError, error_code: str | bytes | None) -> errors.CallError:
+    status, text = exc.code(), proxies.explain_status(exc.details() or "no details")
     if (error_type := _BY_CODE.get(str(error_code))) is not None:
         return error_type(status.name, text, _retry_window(exc))
     if error_code is None and (status is grpc.StatusCode.UNAVAILABLE or proxies.is_foreign(exc.details() or "")):

@@ -5,6 +5,7 @@ python docs/site/cli_reference.py > docs/cli.md
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -69,27 +70,37 @@ def _describe(name: str, command: click.Command, level: int) -> Iterator[str]:
     yield f"\nUsage: `{' '.join([name, *pieces])}`\n"
     rows = [row for parameter in command.params if (row := _row(parameter, context))]
     if rows:
-        yield from ("| option | variable | meaning |", "|---|---|---|", *rows, "")
+        yield from (*_table([("option", "variable", "meaning"), ("---", "---", "---"), *rows]), "")
     if isinstance(command, click.Group):
         for each in command.list_commands(context):
             found = command.get_command(context, each)
             assert found is not None
+            if found.hidden:
+                continue
             yield from _describe(f"{name} {each}", found, 3)
 
 
-def _row(parameter: Any, context: click.Context) -> str:
+def _table(rows: list[tuple[str, str, str]]) -> Iterator[str]:
+    """Yield the lines of a table, without the column of variables if there are none."""
+    has_variables = any(variable for _, variable, _ in rows[2:])
+    for name, variable, text in rows:
+        yield f"| {name} | {variable} | {text} |" if has_variables else f"| {name} | {text} |"
+
+
+def _row(parameter: Any, context: click.Context) -> tuple[str, str, str] | None:
     if parameter.param_type_name != "option":
         text = getattr(parameter, "help", None)
-        return f"| `{_cell(parameter.make_metavar(context))}` | | {_cell(text)} |" if text else ""
+        return (f"`{_cell(parameter.make_metavar(context))}`", "", _cell(text)) if text else None
     if parameter.hidden:
-        return ""
+        return None
     names, text = parameter.get_help_record(context)
     text, _, extra = text.partition("  [")
     facts = [each for each in extra.removesuffix("]").split("; ") if each and not each.startswith("env var: ")]
     given = parameter.envvar or []
     variables = ", ".join(f"`{each}`" for each in ([given] if isinstance(given, str) else given))
     more = f" [{'; '.join(facts)}]" if facts else ""
-    return f"| `{_cell(names)}` | {variables} | {_cell(text + more)} |"
+    shown = re.sub(r"(, | / )(?=-)", r"`\1`", _cell(names))  # each name is code of its own
+    return f"`{shown}`", variables, _cell(text + more)
 
 
 def _cell(text: str) -> str:

@@ -20,8 +20,8 @@ HEAD = """\
 # Errors by code
 
 This page is generated from the codes and reasons of the source (`python docs/site/errors_page.py`). A refused call
-has a *code*, which programs find as `ServerRefusedError.code`, as the trailing metadata `fedplat-code`, and in the log
-of the server. An assignment that did not contribute has a *reason*, which `fedplat job assignments JOB` and
+has a *code*. The message of a command ends with it, such as `(docs: E-REVOKED)`; programs find it without `E-` as
+`ServerRefusedError.code`, as the trailing metadata `fedplat-code`, and in the log of the server. An assignment that did not contribute has a *reason*, which `fedplat job assignments JOB` and
 `fedplat job describe JOB` show. What the commands end with are the [exit
 statuses](operations.md#exit-statuses-of-fedplat).
 
@@ -306,7 +306,7 @@ def _code(code: Code) -> str:
     status = f"gRPC status {code.status}"
     if code.retry is not None:
         status += f"; the next try may be after {code.retry.min_s:g} to {code.retry.max_s:g} s"
-    return _entry(code.name, code.message, status, CODES[code])
+    return _entry(f"E-{code.name}", code.message, status, CODES[code])
 
 
 def _reason(reason: Reason) -> str:

@@ -24,6 +24,8 @@ from fedplat.config import decoding, toml
 from fedplat.errors import ProfileError
 
 DEFAULT_SERVER = "127.0.0.1:7443"
+MAX_BYTES = 2**20
+"""Maximum size of a profile's file."""
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,15 +56,25 @@ def default_path() -> Path:
 def load(path: Path, *, needs_server: bool = True) -> Profile:
     """Read a profile. Raises `ProfileError`, also if it names no server, unless the caller has another address."""
     try:
-        stored = toml.loads(path.read_text("utf-8"))
-        found = msgspec.convert(stored, decoding.prepare_type(Profile))
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
     except OSError as exc:
         raise ProfileError(f"the profile {path} cannot be read: {exc.strerror}") from exc
+    return loads(content, str(path), needs_server=needs_server)
+
+
+def loads(content: bytes, where: str, *, needs_server: bool = True) -> Profile:
+    """Read the bytes of a profile; `where` names it in messages. See `load`."""
+    if len(content) > MAX_BYTES:
+        raise ProfileError(f"the profile {where} is not valid: it is larger than {MAX_BYTES >> 20} MiB")
+    try:
+        stored = toml.loads(content.decode("utf-8"))
+        found = msgspec.convert(stored, decoding.prepare_type(Profile))
     except (msgspec.ValidationError, ValueError) as exc:  # of TOML or UTF-8
-        raise ProfileError(f"the profile {path} is not valid: {exc}") from exc
+        raise ProfileError(f"the profile {where} is not valid: {exc}") from exc
     if "server" not in stored and needs_server:
         raise ProfileError(
-            f'the profile {path} names no server: add the line server = "HOST:PORT" to it, or give --server; '
+            f'the profile {where} names no server: add the line server = "HOST:PORT" to it, or give --server; '
             "fedplat-server init and operator add write complete profiles"
         )
     return found

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from fedplat import errors, wire
@@ -28,6 +31,12 @@ class JobClient(Reachable, Protocol):
 
     def show_job(self, job: str) -> admin_pb2.Job:
         """Return a job."""
+        ...
+
+    def export_model(
+        self, job: str, version: int | None, path: Path, progress: ProgressCallback | None = None
+    ) -> model_pb2.ModelRef:
+        """Write a version of a job's model to a file."""
         ...
 
     def start(self, job: str) -> admin_pb2.Job:
@@ -57,13 +66,52 @@ def submit(
 
     While the server cannot be reached, `patience` retries with the same key, so that only one job is created.
     """
-    key = idempotency_key or uuid.uuid4().hex
     waiting = patience or Patience(0.0, lambda text: None)
+    chunks = functools.partial(model_chunks, submission.parameters, progress)
+    return _submit(client, submission.text, chunks, waiting, idempotency_key, start=start)
+
+
+def clone(
+    client: JobClient,
+    job: str,
+    *,
+    start: bool = True,
+    idempotency_key: str = "",
+    progress: ProgressCallback | None = None,
+    patience: Patience | None = None,
+) -> admin_pb2.Job:
+    """Submit a job once more, with its job file and its version 0 as the initial model. See `submit`.
+
+    The server may have removed that version, and then refuses.
+    """
+    waiting = patience or Patience(0.0, lambda text: None)
+    found = waiting.run(client, lambda: client.show_job(job))
+    with tempfile.TemporaryDirectory(prefix="fedplat-") as folder:
+        path = Path(folder) / "initial.safetensors"
+        client.export_model(found.job_id, 0, path, progress)
+        return _submit(client, found.job_file, lambda: _file_chunks(path), waiting, idempotency_key, start=start)
+
+
+def _file_chunks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(wire.UPLOAD_CHUNK_BYTES):
+            yield chunk
+
+
+def _submit(
+    client: JobClient,
+    text: str,
+    chunks: Callable[[], Iterable[bytes]],
+    waiting: Patience,
+    idempotency_key: str,
+    *,
+    start: bool,
+) -> admin_pb2.Job:
+    key = idempotency_key or uuid.uuid4().hex
 
     def create() -> admin_pb2.Job:
         # The model is uploaded again, too: a restarted server has removed models without a job.
-        uploaded = client.upload_model(model_chunks(submission.parameters, progress))
-        return client.create_job(submission.text, uploaded.digest, key)
+        return client.create_job(text, client.upload_model(chunks()).digest, key)
 
     try:
         job = waiting.run(client, create)

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from fedplat._version import __version__
 from fedplat.cli.options import AnyTimeoutOption, JsonOption
+from fedplat.command_line import settings
 from fedplat.command_line.groups import HELP_SETTINGS
 from fedplat.command_line.with_typer import TyperCommands, print_about, print_version
 
@@ -61,11 +62,6 @@ COMMANDS: Mapping[str, Entry] = {
     ),
     "flower": Entry(RESEARCH, "fedplat.cli.flower:app", "Run Flower apps unchanged."),
     "data": Entry(RESEARCH, "fedplat.cli.data:app", "Pack training data into a few large files."),
-    "conformance": Entry(
-        FLEET,
-        "fedplat.cli.conformance:conformance",
-        "Run a client, in any language, through the cases of the protocol.",
-    ),
     "dashboard": Entry(
         RESEARCH, "fedplat.cli.dashboard:dashboard", "Show a server, or the run folder of a simulation, in a browser."
     ),
@@ -75,6 +71,11 @@ COMMANDS: Mapping[str, Entry] = {
     "privacy": Entry(JOBS, "fedplat.cli.privacy:app", "Plan, audit and show the privacy of jobs."),
     "client": Entry(FLEET, "fedplat.cli.clients:app", "List, describe and revoke clients."),
     "enrollment": Entry(FLEET, "fedplat.cli.operators:enrollment_app", "Manage the tokens with which clients enroll."),
+    "conformance": Entry(
+        FLEET,
+        "fedplat.cli.conformance:conformance",
+        "Run a client, in any language, through the cases of the protocol.",
+    ),
     "status": Entry(SERVER, "fedplat.cli.operators:status", "Show server status."),
     "events": Entry(SERVER, "fedplat.cli.events:events", "Show the latest events of the server, the oldest first."),
     "audit": Entry(
@@ -83,6 +84,7 @@ COMMANDS: Mapping[str, Entry] = {
         "Show the audit log of operator actions, the latest rows last.",
         "fedplat.cli.lists:WatchableCommand",
     ),
+    "context": Entry(SERVER, "fedplat.cli.contexts:app", "Name the servers that you operate, and choose one."),
     "webhook": Entry(SERVER, "fedplat.cli.events:webhook_app", "Send the server's events to HTTP addresses."),
     "operator": Entry(SERVER, "fedplat.cli.operators:app", "Manage the operators of the server."),
     "version": Entry(SERVER, "fedplat.cli.app:version", "Show the versions of fedplat, Python and the protocol."),
@@ -150,6 +152,12 @@ def version(context: typer.Context, as_json: JsonOption = False) -> None:
     print_about("fedplat", __version__, as_json=as_json or before)
 
 
+def _complete_contexts(incomplete: str) -> list[tuple[str, str]]:
+    from fedplat.cli.contexts import complete_contexts  # not for --help
+
+    return complete_contexts(incomplete)
+
+
 @app.callback()
 def options(  # noqa: PLR0913 - a command's parameters are its options
     context: typer.Context,
@@ -158,8 +166,18 @@ def options(  # noqa: PLR0913 - a command's parameters are its options
         typer.Option(
             envvar="FEDPLAT_PROFILE",
             metavar="FILE",
-            help="Profile with the server, its certificates and your token. Default: profile.toml in the fedplat "
-            "folder of the user's configuration.",
+            help="Profile with the server, its certificates and your token. Default: that of the context.",
+        ),
+    ] = None,
+    context_name: Annotated[
+        str | None,
+        typer.Option(
+            "--context",
+            envvar="FEDPLAT_CONTEXT",
+            metavar="NAME",
+            help="Stored profile of this name. Default: that of fedplat context use, or default: profile.toml in the "
+            "fedplat folder of the user's configuration.",
+            autocompletion=_complete_contexts,
         ),
     ] = None,
     server: Annotated[
@@ -177,7 +195,7 @@ def options(  # noqa: PLR0913 - a command's parameters are its options
     insecure: Annotated[
         bool, typer.Option("--insecure", envvar="FEDPLAT_INSECURE", help="Connect without TLS.")
     ] = False,
-    as_json: JsonOption = False,
+    as_json: Annotated[bool, typer.Option("--json", envvar="FEDPLAT_JSON", help="Print JSON.")] = False,
     timeout: AnyTimeoutOption = None,
     show_version: Annotated[
         bool,
@@ -192,4 +210,12 @@ def options(  # noqa: PLR0913 - a command's parameters are its options
     from fedplat.cli.session import Settings  # not for --help
 
     del show_version  # handled by its callback
-    context.obj = Settings(server, as_json, profile, ca, insecure, timeout)
+    if profile is not None and context_name is not None:
+        ranks = {name: settings.rank(context, name) for name in ("profile", "context_name")}
+        if ranks["profile"] == ranks["context_name"]:
+            raise typer.BadParameter(
+                "--profile names a file and --context a stored profile; expected only one of them, or of "
+                "FEDPLAT_PROFILE and FEDPLAT_CONTEXT"
+            )
+        profile, context_name = (profile, None) if ranks["profile"] < ranks["context_name"] else (None, context_name)
+    context.obj = Settings(server, as_json, profile, context_name, ca, insecure, timeout)

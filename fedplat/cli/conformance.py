@@ -10,6 +10,7 @@ import typer
 
 from fedplat.cli import options, session
 from fedplat.cli.output import Output
+from fedplat.command_line.with_typer import read_duration
 from fedplat.errors import MissingExtraError
 from fedplat.extras import install_command
 
@@ -30,7 +31,10 @@ def conformance(
         list[str] | None,
         typer.Option(metavar="CASE", help="Case that is known to fail, which is no failure then; repeatable."),
     ] = None,
-    limit: Annotated[float, typer.Option(min=1.0, metavar="SECONDS", help="Longest time of a case.")] = 60.0,
+    case_time_s: Annotated[
+        float,
+        typer.Option("--case-time", metavar="DURATION", parser=read_duration, help="Longest time of a case, from 1s."),
+    ] = 60.0,
     as_json: options.JsonOption = False,
 ) -> None:
     """Run a client, in any language, through the cases of the protocol.
@@ -38,6 +42,8 @@ def conformance(
     A scripted server on this machine plays them over HTTP/1.1. Prints a line for each case. The exit status is 1 if a
     case fails, or if one that is known to fail passes.
     """
+    if case_time_s < 1.0:
+        raise typer.BadParameter(f"--case-time {case_time_s:g}s: expected at least 1s")
     with session.reporting(context, as_json) as output:
         try:
             from fedplat.testing.wire import run
@@ -50,7 +56,7 @@ def conformance(
         try:
             run.find_cases([*(only or ()), *(known or ())])
             results: list[run.CaseResult] = []
-            for result in run.run(client, only or (), limit):
+            for result in run.run(client, only or (), case_time_s):
                 results.append(result)
                 if not output.as_json:
                     _print(output, result, is_known=result.name in (known or ()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from typing import Annotated
 
@@ -11,7 +12,7 @@ from fedplat import admin, errors
 from fedplat.admin.patience import Patience
 from fedplat.cli import formats, lists
 from fedplat.cli.options import JsonOption, ServerOption, TimeoutOption
-from fedplat.cli.output import ListColumn, ListLayout, Output, to_record
+from fedplat.cli.output import ListColumn, ListLayout, Output, OutputFormat, to_record
 from fedplat.cli.session import FAILED, INTERRUPTED, CommandSession, FormatOption, own_timeout_s, session
 from fedplat.command_line.with_typer import make_group
 from fedplat.wire.v1 import events_pb2
@@ -27,25 +28,33 @@ TypesOption = Annotated[
 
 def events(  # noqa: PLR0913 - a command's parameters are its options
     context: typer.Context,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Wait for new events and show them.")] = False,
+    follow: lists.FollowOption = False,
     types: TypesOption = None,
     job: Annotated[str, typer.Option("--job", metavar="JOB", help="Only events of this job.")] = "",
+    since: formats.SinceOption = "",
     number: Annotated[
         int,
         typer.Option("--limit", "-n", min=0, max=MAX_NUM_EVENTS, metavar="N", help="Number of latest events to show."),
     ] = DEFAULT_NUM_EVENTS,
+    form: FormatOption = None,
     timeout: TimeoutOption = None,
     server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show the latest events of the server, the oldest first.
 
-    With --json, each event is printed as one line. Ctrl-C ends --follow.
+    The formats table and wide are lines of text. --json prints each event as one line, as --output jsonl does. Ctrl-C
+    ends --follow.
     """
-    with session(context, server, as_json, own_timeout_s(context, timeout)) as command:
+    since_s = formats.parse_since(since)
+    with session(
+        context, server, as_json, own_timeout_s(context, timeout), form=form, json_form=OutputFormat.JSONL
+    ) as command:
+        if follow and command.output.form is OutputFormat.JSON:
+            raise typer.BadParameter("--follow prints events as they happen; expected --output jsonl, not json")
         reader = EventReader(command.client, command.output, types or [], job)
         try:
-            command.patience.run(command.client, lambda: reader.show_latest(number))
+            command.patience.run(command.client, lambda: reader.show_latest(number, since_s))
             if follow:
                 _follow(command, reader)
         except KeyboardInterrupt as exc:
@@ -62,20 +71,23 @@ class EventReader:
         self._job = job
         self._last_sequence = 0
 
-    def show_latest(self, number: int) -> None:
-        """Show the latest events, at most `number`."""
+    def show_latest(self, number: int, since_unix_s: float = 0.0) -> None:
+        """Show the latest events since a time, at most `number`."""
         newest = next(self._client.iter_events(1, newest_first=True), None)
-        found = deque(
-            self._client.iter_events(number + 1, types=self._types, job=self._job, newest_first=True), number + 1
-        )
+        latest = self._client.iter_events(number + 1, types=self._types, job=self._job, newest_first=True)
+        found = deque(itertools.takewhile(lambda event: event.unix_s >= since_unix_s, latest))
         if len(found) > number:
             found.pop()
             if number:
                 self._output.note(f"only the latest {number} events are shown; -n N shows more")
-        elif not found:
-            self._output.note("there are no such events" if self._types or self._job else "there are no events")
-        for event in reversed(found):
-            self._show(event)
+        elif not found and self._output.is_for_people:
+            is_filtered = self._types or self._job or since_unix_s
+            self._output.note("there are no such events" if is_filtered else "there are no events")
+        if self._output.form is OutputFormat.JSON:
+            self._output.records(reversed(found))
+        else:
+            for event in reversed(found):
+                self._show(event)
         # Without a shown event `follow` must not begin with the first one of the server.
         self._last_sequence = max(self._last_sequence, newest.sequence if newest is not None else 0)
 
@@ -89,7 +101,8 @@ class EventReader:
         if self._output.as_json:
             self._output.json(to_record(event))
         else:
-            self._output.line(describe(event))
+            is_name = self._output.form is OutputFormat.NAME
+            self._output.line(str(event.sequence) if is_name else describe(event))
         self._last_sequence = event.sequence
 
 
@@ -166,12 +179,16 @@ WEBHOOK_LAYOUT = ListLayout[events_pb2.Webhook](
 
 @webhook_app.command("list")
 def list_webhooks(
-    context: typer.Context, form: FormatOption = None, server: ServerOption = None, as_json: JsonOption = False
+    context: typer.Context,
+    limit: lists.LimitOption = None,
+    form: FormatOption = None,
+    server: ServerOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """List the webhooks with their pending events."""
     with session(context, server, as_json, form=form) as command:
         empty = "there are no webhooks; add one with: fedplat webhook add URL"
-        command.output.rows(command.client.list_webhooks(), WEBHOOK_LAYOUT, empty)
+        lists.show_rows(command.output, command.client.list_webhooks(), WEBHOOK_LAYOUT, empty, limit)
 
 
 @webhook_app.command("remove")

@@ -114,8 +114,6 @@ def plugins(found: Iterable[admin_pb2.Plugin]) -> str:
     )
 
 
-_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
-
 SinceOption = Annotated[
     str,
     typer.Option(
@@ -129,10 +127,10 @@ SinceOption = Annotated[
 
 def parse_seconds(text: str, option: str) -> float:
     """Parse a duration such as 30m, 24h or 7d into seconds. Raises `typer.BadParameter`."""
-    match = re.fullmatch(r"([0-9]{1,6})([smhdw])", text)
-    if match is None or int(match[1]) == 0:
-        raise typer.BadParameter(f"{option} {text!r}: expected a number and s, m, h, d or w, such as 24h or 90d")
-    return float(int(match[1]) * _UNITS_S[match[2]])
+    try:
+        return texts.parse_period(text)
+    except ValueError as exc:
+        raise typer.BadParameter(f"{option} {exc}") from exc
 
 
 def parse_since(text: str, now_s: float | None = None) -> float:
@@ -142,7 +140,7 @@ def parse_since(text: str, now_s: float | None = None) -> float:
     """
     if not text:
         return 0.0
-    if re.fullmatch(r"[0-9]+[a-z]", text):
+    if re.fullmatch(r"[0-9.]+ ?[a-z]+", text):
         return max(1.0, (time.time() if now_s is None else now_s) - parse_seconds(text, "--since"))
     try:
         return max(1.0, datetime.fromisoformat(text).timestamp())

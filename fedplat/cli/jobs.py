@@ -10,7 +10,7 @@ import typer
 
 from fedplat.admin import AdminClient
 from fedplat.admin.patience import Patience
-from fedplat.admin.submission import Submission, submit
+from fedplat.admin.submission import Submission, clone, submit
 from fedplat.cli import following, formats, job_description, job_files, job_lists, lists
 from fedplat.cli.options import JsonOption, ServerOption, TimeoutOption
 from fedplat.cli.output import Output, to_record
@@ -30,18 +30,25 @@ app = make_group("Submit, follow and control jobs.")
 LARGE_BYTES = 10 * 2**30
 """Size of all versions of a job above which it should limit them."""
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="Job file (TOML).")]
+StartOption = Annotated[bool, typer.Option("--start/--no-start", help="Start the job, or leave it a draft.")]
+FollowOption = Annotated[bool, typer.Option("--follow", "-f", help="Watch the job until it ends.")]
+KeyOption = Annotated[
+    str,
+    typer.Option(
+        "--idempotency-key",
+        metavar="KEY",
+        help="Key of 8 to 200 characters; submitting again with it returns the same job.",
+    ),
+]
 
 
 @app.command("submit")
 def submit_job(  # noqa: PLR0913 - a command's parameters are its options
     context: typer.Context,
     file: FileArgument,
-    start: Annotated[bool, typer.Option("--start/--no-start", help="Start the job, or leave it a draft.")] = True,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Watch the job until it ends.")] = False,
-    idempotency_key: Annotated[
-        str,
-        typer.Option(metavar="KEY", help="Key of 8 to 200 characters; submitting again with it returns the same job."),
-    ] = "",
+    start: StartOption = True,
+    follow: FollowOption = False,
+    idempotency_key: KeyOption = "",
     timeout: TimeoutOption = None,
     server: ServerOption = None,
     as_json: JsonOption = False,
@@ -77,6 +84,35 @@ def follow_if(command: CommandSession, job: admin_pb2.Job, *, follow: bool) -> N
         following.watch_until_end(command, job)
     elif not command.output.as_json:
         command.output.note(f"watch it with: fedplat job watch {job.job_id}")
+
+
+@app.command("clone")
+def clone_job(  # noqa: PLR0913 - a command's parameters are its options
+    context: typer.Context,
+    job: JobArgument,
+    start: StartOption = True,
+    follow: FollowOption = False,
+    idempotency_key: KeyOption = "",
+    timeout: TimeoutOption = None,
+    server: ServerOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Submit a job once more, with the same job file and initial model.
+
+    The model is version 0 of the job, so the server must still have it (retention.versions).
+    """
+    with session(context, server, as_json, own_timeout_s(context, timeout)) as command:
+        with command.output.transfer("copying the model") as progress:
+            cloned = clone(
+                command.client,
+                job,
+                start=start,
+                idempotency_key=idempotency_key,
+                progress=progress,
+                patience=command.patience,
+            )
+        following.print_state(command.output, cloned)
+        follow_if(command, cloned, follow=follow)
 
 
 @app.command("check")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Generic, TypeVar
 
 import click
@@ -48,6 +48,10 @@ WatchOption = Annotated[
         show_default=False,
     ),
 ]
+
+
+FollowOption = Annotated[bool, typer.Option("--follow", "-f", help="Wait for new rows and show them.")]
+FOLLOW_EVERY_S = 1.0
 
 
 class WatchableCommand(TyperCommand):
@@ -162,6 +166,52 @@ def show(
     if output.is_for_people and (note := rows.note()):
         output.note(note)
     return None
+
+
+def follow(
+    command: session.CommandSession,
+    query: Query[Row],
+    layout: ListLayout[Row],
+    continue_after: Callable[[Row], Mapping[str, Any]],
+    limit: int | None = None,
+    pause: Callable[[float], object] = time.sleep,
+) -> None:
+    """Print a list, the oldest row first, and then each new row once, until Ctrl-C.
+
+    `continue_after` returns the fields of the request for the rows after one. While the server cannot be reached, the
+    command's patience retries.
+    """
+    output = command.output
+    if output.form is OutputFormat.JSON:
+        raise typer.BadParameter("--follow prints rows as they appear; expected --output jsonl, not json")
+    add, number = output.extend(layout), choose_limit(limit, output)
+
+    def fetch() -> list[Row]:
+        return list(QueryRows(query, number, output.is_for_people))
+
+    try:
+        while True:
+            rows = command.patience.run(command.client, fetch)
+            add(rows)
+            if rows:
+                request = type(query.request)()
+                request.CopyFrom(query.request)
+                for name, value in continue_after(rows[-1]).items():
+                    setattr(request, name, value)
+                query, number = dataclasses.replace(query, request=request, order=Order.SERVER), 0
+            pause(FOLLOW_EVERY_S)
+    except KeyboardInterrupt as exc:
+        raise typer.Exit(session.INTERRUPTED) from exc
+
+
+def show_rows(
+    output: Output, rows: Sequence[Row], layout: ListLayout[Row], empty: str, limit: int | None = None
+) -> None:
+    """Print the first rows of a list that is there as a whole. A table says on stderr how many it leaves out."""
+    number = choose_limit(limit, output) or len(rows)
+    output.rows(rows[:number], layout, empty)
+    if output.is_for_people and number < len(rows):
+        output.note(f"{number:,} of {len(rows):,}; --limit 0 for all")
 
 
 def choose_limit(limit: int | None, output: Output) -> int:

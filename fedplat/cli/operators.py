@@ -67,11 +67,15 @@ LAYOUT = ListLayout[admin_pb2.Operator](
 
 @app.command("list")
 def list_operators(
-    context: typer.Context, form: FormatOption = None, server: ServerOption = None, as_json: JsonOption = False
+    context: typer.Context,
+    limit: LimitOption = None,
+    form: FormatOption = None,
+    server: ServerOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """List the operators."""
     with session(context, server, as_json, form=form) as command:
-        command.output.rows(command.client.list_operators(), LAYOUT, "there are no operators")
+        lists.show_rows(command.output, command.client.list_operators(), LAYOUT, "there are no operators", limit)
 
 
 @app.command("remove")
@@ -109,6 +113,7 @@ def audit(  # noqa: PLR0913 - a command's parameters are its options
     action: Annotated[str, typer.Option(metavar="NAME", help="Only actions of this name, such as 'job paused'.")] = "",
     since: SinceOption = "",
     limit: LimitOption = None,
+    follow: lists.FollowOption = False,
     watch: WatchOption = None,
     form: FormatOption = None,
     server: ServerOption = None,
@@ -116,12 +121,15 @@ def audit(  # noqa: PLR0913 - a command's parameters are its options
 ) -> None:
     """Show the audit log of operator actions, the latest rows last.
 
-    --json prints each row as one line, as --output jsonl does.
+    --json prints each row as one line, as --output jsonl does. Ctrl-C ends --follow.
     """
+    if follow and watch is not None:
+        raise typer.BadParameter("--follow prints new rows and --watch draws all again; expected one of them")
     request = admin_pb2.ListAuditRequest(
         after_sequence=after, actor=actor, action=action, since_unix_s=formats.parse_since(since)
     )
-    with session(context, server, as_json, form=form, json_form=OutputFormat.JSONL) as command:
+    timeout_s = own_timeout_s(context, None) if follow else None
+    with session(context, server, as_json, timeout_s, form=form, json_form=OutputFormat.JSONL) as command:
         query = lists.Query[admin_pb2.AuditEvent](
             command.client.page,
             request,
@@ -129,7 +137,15 @@ def audit(  # noqa: PLR0913 - a command's parameters are its options
             "no rows match",
             Order.SERVER if after else Order.NEWEST_LAST,
         )
-        lists.show(command, query, AUDIT_LAYOUT, limit, watch)
+        if follow:
+            lists.follow(command, query, AUDIT_LAYOUT, continue_after, limit)
+        else:
+            lists.show(command, query, AUDIT_LAYOUT, limit, watch)
+
+
+def continue_after(last: admin_pb2.AuditEvent) -> dict[str, int]:
+    """Return the fields of a request for the rows after this one. Their numbers have the order of their commits."""
+    return {"after_sequence": last.sequence}
 
 
 enrollment_app = make_group("Manage the tokens with which clients enroll.")

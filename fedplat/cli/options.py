@@ -39,6 +39,7 @@ AnyTimeoutOption = Annotated[
     float | None,
     typer.Option(
         "--timeout",
+        envvar="FEDPLAT_TIMEOUT",
         metavar="DURATION",
         parser=read_duration,
         help=f"How long to wait for the server to answer. Default: {DEFAULT_TIMEOUT_S:g}s for job submit and job "

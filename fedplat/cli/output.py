@@ -44,7 +44,8 @@ from fedplat.cli import formats
 PROGRESS_FROM_BYTES = 8 * 2**20
 """Smaller transfers end before a progress bar would be visible."""
 _ROWS_AT_ONCE = 1000
-Row = TypeVar("Row", bound=Message)
+Row = TypeVar("Row")
+"""A protobuf message, or a dataclass."""
 
 
 class OutputFormat(enum.StrEnum):
@@ -105,7 +106,7 @@ class Output:
         """Print one line of an error message on stderr."""
         self.messages.print(Text("error: ", style="bold red"), Text(formats.printable(text)), sep="")
 
-    def records(self, messages: Iterable[Message]) -> None:
+    def records(self, messages: Iterable[Any]) -> None:
         """Print a list as JSON, as it arrives: one line with an array or, in the format `jsonl`, a line per element."""
         if self.form is OutputFormat.JSONL:
             for message in messages:
@@ -132,6 +133,25 @@ class Output:
             columns = layout.select(self.form is OutputFormat.WIDE)
             cells = (tuple(column.cell(row) for column in columns) for row in rows)
             self.table([column.name for column in columns], cells, empty, folds=folds)
+
+    def extend(self, layout: ListLayout[Row]) -> Callable[[Sequence[Row]], None]:
+        """Return a function that prints the next rows of a list in the format, with the head of a table once."""
+        columns = layout.select(self.form is OutputFormat.WIDE)
+        table = TextTable([column.name for column in columns], self.width, cuts=self.form is OutputFormat.TABLE)
+        is_begun = False
+
+        def add(rows: Sequence[Row]) -> None:
+            nonlocal is_begun
+            if not self.is_for_people:
+                self.rows(rows, layout, "")
+            elif rows:
+                lines = table.format([tuple(column.cell(row) for column in columns) for row in rows])
+                if not is_begun:
+                    self._heading(table.head())
+                is_begun = True
+                _write(sys.stdout, "\n".join(lines))
+
+        return add
 
     def show(self, message: Message, name: str, fields: Callable[[], Mapping[str, str]]) -> None:
         """Print one thing in the format: its name, its message as one line of JSON, or its fields."""
@@ -238,11 +258,14 @@ _OF_TRANSFERS = frozenset({"fedplat.wire.v1.ModelRef.blake3"})
 """Fields that only clients get, for their downloads."""
 
 
-def to_record(message: Message) -> dict[str, Any]:
+def to_record(message: Any) -> dict[str, Any]:
     """Convert a protobuf message to JSON: every field by name, enums without their prefix, absent messages as null.
 
-    protobuf's own JSON writes 64-bit integers as strings and NaN as "NaN"; this writes numbers and null.
+    protobuf's own JSON writes 64-bit integers as strings and NaN as "NaN"; this writes numbers and null. A dataclass
+    has its fields.
     """
+    if not isinstance(message, Message):
+        return dataclasses.asdict(message)
     record: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         if field.full_name in _OF_TRANSFERS:

@@ -29,6 +29,7 @@ def rounds() -> None:
 
 
 @app.command("describe")
+@app.command("show", hidden=True)
 def describe_round(  # noqa: PLR0913 - a command's parameters are its options
     context: typer.Context,
     job: JobArgument,

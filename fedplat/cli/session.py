@@ -25,7 +25,7 @@ import msgspec
 import typer
 
 from fedplat import errors, texts
-from fedplat.admin import AdminClient, profile
+from fedplat.admin import AdminClient, contexts, profile
 from fedplat.admin.patience import DEFAULT_TIMEOUT_S, Patience
 from fedplat.cli import formats
 from fedplat.cli.output import Output, OutputFormat
@@ -39,6 +39,7 @@ class Settings:
     server: str | None = None
     as_json: bool = False
     profile: Path | None = None
+    context: str | None = None
     ca: Path | None = None
     insecure: bool = False
     timeout_s: float | None = None
@@ -60,19 +61,25 @@ class Settings:
 
     def _load_profile(self, *, is_needed: bool, needs_server: bool) -> profile.Profile:
         """Return the stored profile; an empty one if none is stored or needed."""
+        if self.profile is not None:
+            return profile.load(self.profile, needs_server=needs_server)
         try:
-            path = self.profile if self.profile is not None else profile.default_path()
+            store = contexts.ContextStore.of_user()
         except errors.ProfileError:
-            if is_needed:
+            if is_needed or self.context is not None:
                 raise
             return profile.Profile()
-        if self.profile is not None or path.exists():
-            return profile.load(path, needs_server=needs_server)
-        if is_needed:
+        name = store.current if self.context is None else self.context
+        path = store.locate(name)
+        if path.exists() or name != contexts.DEFAULT:
+            return profile.load(store.find(name), needs_server=needs_server)
+        if is_needed or self.context is not None:
+            others = "".join(f" {each}" for each in store.names())
             raise errors.MissingProfileError(
                 f"there is no profile at {path}; expected one there, or --profile FILE or FEDPLAT_PROFILE. "
                 "fedplat-server dev writes it on this machine; fedplat-server init writes the first profile on the "
                 "server's machine (DATA_DIR/admin.toml)"
+                + (f". There are other contexts:{others}; choose one with: fedplat context use NAME" if others else "")
             )
         return profile.Profile()
 
@@ -143,6 +150,7 @@ def _settings(context: click.Context) -> Settings:
     return Settings(
         server=given.get("server"),
         profile=Path(profile) if profile else None,
+        context=given.get("context_name"),
         ca=Path(ca) if ca else None,
         insecure=bool(given.get("insecure")),
     )
@@ -192,7 +200,8 @@ def reporting(
     try:
         yield output
     except errors.FedplatError as exc:
-        for line in str(exc).splitlines():
+        code = exc.code if isinstance(exc, errors.ServerRefusedError) else ""
+        for line in f"{exc}{errors.refer_to_docs(code)}".splitlines():
             output.error(line)
         for note in getattr(exc, "__notes__", ()):
             output.note(note)

@@ -20,6 +20,7 @@ Renamed: TypeAlias = Mapping[str, Mapping[str, str]]
 """The old and the new names of the options of commands: `{"job list": {"--status": "--state"}}`."""
 HELP_SETTINGS: Mapping[str, Any] = {"help_option_names": ["-h", "--help"]}
 """The settings of a program's context; its commands have them, too."""
+_JSON_FORMATS = ("json", "jsonl")
 REMOVAL = "0.3"
 """The release without the old names of 0.1."""
 
@@ -38,7 +39,7 @@ class SuggestingGroup(_Group):
             ctx.fail(f"No such command '{name}'.{f' Did you mean {_join(close)}?' if close else ''}")
         if ctx.parent is None:
             args, notes = rename_options(args, self.renamed)
-            if notes and not ctx.resilient_parsing and not (ctx.params.get("as_json") or _wants_json(args)):
+            if notes and not ctx.resilient_parsing and not (ctx.params.get("as_json") or _wants_json(self, ctx, args)):
                 sys.stderr.writelines(f"warning: {note}\n" for note in notes)
         return super().resolve_command(ctx, args)
 
@@ -76,5 +77,17 @@ def _split(word: str, names: Mapping[str, str]) -> tuple[str, str]:
     return "", ""
 
 
-def _wants_json(args: Sequence[str]) -> bool:
-    return "--json" in args or any(word in args for word in ("json", "jsonl", "-ojson", "--output=json"))
+def _wants_json(root: Any, ctx: click.Context, args: Sequence[str]) -> bool:
+    """Return whether the options of a command line, which may have mistakes, ask for JSON."""
+    command, words = root, list(args)
+    while words and hasattr(command, "get_command"):
+        command = command.get_command(ctx, words.pop(0))
+    if command is None:
+        return False
+    tolerant = command.context_class(command, parent=ctx, resilient_parsing=True)
+    given, _, _ = command.make_parser(tolerant).parse_args(words)
+    return any(
+        bool(given.get(option.name)) if "--json" in option.opts else given.get(option.name) in _JSON_FORMATS
+        for option in command.params
+        if not {"--json", "--output"}.isdisjoint(option.opts)
+    )

@@ -60,7 +60,7 @@ ConfigOption = Annotated[
     ),
 ]
 """The option `--config` of a `TyperConfiguredCommand`."""
-AboutJsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def print_version(program: str, version: str) -> None:

@@ -99,7 +99,7 @@ def test_the_command_reports_it_in_one_line(
 ) -> None:
     fleet.failures["CheckIn"] = [planned]
     line = only_line(run("--ticket", fleet.ticket.to_text()), 1)
-    assert line == f"Error: PERMISSION_DENIED: planned for CheckIn{advice}\n"
+    assert line == f"Error: PERMISSION_DENIED: planned for CheckIn{advice} (docs: E-{planned[1]})\n"
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -169,6 +169,7 @@ def test_a_ticket_that_the_server_refuses_is_one_line(fleet: FakeFleet, run: Cal
     fleet.failures["Enroll"] = [(status, code)]
     line = only_line(run("--ticket", fleet.ticket.to_text()), 1)
     assert "the server does not accept this client in the population 'demo'" in line
+    assert line.endswith(f"(docs: E-{code})\n")
     assert fleet.ticket.secret not in line
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +21,7 @@ from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import client
 from fedplat_client._state.model_cache import ModelCache
 from fedplat_client.commands import _find_rest, main  # pyright: ignore[reportPrivateUsage]
-from fedplat_client.log import FieldFormatter, LogHandler
+from fedplat_client.log import FieldFormatter, JsonFormatter, LogHandler
 from support.fake_fleet import FakeFleet
 
 TRAINERS = """
@@ -168,6 +170,34 @@ def test_what_a_server_says_cannot_write_to_the_terminal() -> None:
     long = FieldFormatter("%(message)s").format(logging.makeLogRecord({"msg": "x" * 1_000_000}))
     assert len(long) < 5000
     assert long.endswith("more characters)")
+
+
+def test_lines_of_json_have_the_fields_of_text() -> None:
+    record = logging.makeLogRecord({"levelname": "INFO", "msg": "refused: \x1b]0;\r\n", "job": "a\x1b", "name": "n"})
+    try:
+        raise ValueError("\x1b[31mred\nnext" + "x" * 1_000_000)
+    except ValueError:
+        record.exc_info = sys.exc_info()
+    text = JsonFormatter().format(record)
+    written = json.loads(text)
+    assert (text.isprintable(), len(text) < 10_000) == (True, True)
+    assert (written["event"], written["level"], written["job"]) == ("refused: \x1b]0;\r\n", "info", "a\x1b")
+    assert written["exception"].startswith("Traceback")
+
+
+def test_what_a_command_says_is_in_its_log_of_json(
+    fleet: FakeFleet, module: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = arguments(fleet, "--trainer", f"{module}:digits", "--json-log", "--max-tasks", "0")
+    with caplog.at_level("INFO"):
+        assert CliRunner().invoke(main, words).output == ""
+    assert caplog.messages[-1] == "stopped"
+    shutil.rmtree(tmp_path / "data")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / fleet.address.replace(":", "%3A")).write_text("a file, not a folder")
+    failed = CliRunner().invoke(main, words)
+    assert (failed.exit_code, failed.output, caplog.records[-1].levelname) == (1, "", "ERROR")
+    assert "cannot be used" in caplog.messages[-1]
 
 
 def test_a_trainer_that_closes_the_log_ends_no_client(monkeypatch: pytest.MonkeyPatch) -> None:

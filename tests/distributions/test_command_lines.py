@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -96,7 +97,65 @@ def test_each_option_of_a_daemon_is_a_variable_and_a_key_of_a_file(program: str,
         assert found[0] == found[1] == found[2] != option.default, key
 
 
+def test_each_option_before_a_command_of_fedplat_has_a_variable() -> None:
+    root = next(trees.walk("fedplat"))
+    asked_once = {"show_version", "install_completion", "show_completion", "help"}
+    for option in root.options:
+        assert option.name in asked_once or str(option.envvar).startswith("FEDPLAT_"), option.name
+
+
+LISTS = {"job rounds", "job assignments", "client assignments", "webhook deliveries", "events", "audit"}
+"""The lists that are not named `list`."""
+OF_TIME = {"job list", "events", "audit"}
+"""The lists with --since: of what has a time by which the server, or the order of the rows, selects."""
+
+
+def test_lists_have_the_same_options() -> None:
+    nodes = {node.path: node for node in trees.walk("fedplat")}
+    assert nodes.keys() >= LISTS
+    for path in LISTS | {path for path in nodes if path.endswith(" list")}:
+        known = {name for option in nodes[path].options for name in option.opts}
+        expected = {"--output", "-o", "--json", "--limit", "-n"} | ({"--since"} if path in OF_TIME else set())
+        assert expected <= known, path
+        assert ("--follow" in known) is (path in {"events", "audit"}), path
+
+
+def test_the_list_of_commands_has_its_topics_in_order() -> None:
+    lines = invoke("fedplat", "--help").output.splitlines()
+    assert [line for line in lines if line in ("Research:", "Jobs:", "Fleet:", "Server:")] == [
+        *("Research:", "Jobs:", "Fleet:", "Server:")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("program", "shell"),
+    [("fedplat", "bash"), ("fedplat-server", "zsh"), ("fedplat-client", "bash"), ("fedplat-client", "fish")],
+)
+def test_each_program_completes_its_commands(program: str, shell: str) -> None:
+    """As the script asks that the program itself prints for a shell."""
+    variable = f"_{program.replace('-', '_').upper()}_COMPLETE"
+    is_click = program == "fedplat-client"  # typer names the instruction the other way round
+    instruction = f"{shell}_complete" if is_click else f"complete_{shell}"
+    words = f"{program} ver"
+    asked = {
+        variable: instruction,
+        "_TYPER_COMPLETE_ARGS": words,
+        "COMP_WORDS": words,
+        "COMP_CWORD": "ver" if shell == "fish" else "1",  # fish names the word, the others its position
+    }
+    done = subprocess.run(
+        [Path(sys.executable).parent / program],
+        env={**os.environ, **asked},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "version" in done.stdout
+
+
 TWO_FORMS = {
+    "--client": "`conformance` runs the command of a client, and `job assignments` names one",
     "--tensorboard": "a simulation has a folder for its events, and `job watch` has none",
     "--state": "clients and jobs have different states",
     "--to": "a model is exported to a file, or in other formats to a folder",

@@ -1,4 +1,4 @@
-"""The small job of docs/coming-from.md trains on a real server with two clients, to the weight that the page names."""
+"""The job of docs/coming-from.md trains on a real server with a client of each trainer, to the weight that it names."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from support.docs.blocks import read
 @pytest.mark.slow
 def test_its_job_runs(tmp_path: Path) -> None:
     files = {block.marker.removeprefix("file: "): block.text for block in read("docs/coming-from.md")}
-    for name in ("trainer.py", "job.toml"):
+    for name in ("trainer.py", "torch_trainer.py", "job.toml"):
         (tmp_path / name).write_text(files[name])
     with processes.server(tmp_path / "server") as server:
         (tmp_path / "ticket").write_text(server.ticket("demo", 2))
-        client = f"env -C {tmp_path} fedplat-client run --ticket-file ticket --trainer linear=trainer:train --data-dir"
-        clients = [[*client.replace("fedplat", f"{processes.BIN}/fedplat").split(), name] for name in ("one", "two")]
+        client = f"env -C {tmp_path} {processes.BIN}/fedplat-client run --ticket-file ticket --trainer linear="
+        trainers = {"one": "trainer:train", "two": "torch_trainer:trainer"}
+        clients = [f"{client}{trainer} --data-dir {name}".split() for name, trainer in trainers.items()]
         environment = {**os.environ, "FEDPLAT_PROFILE": str(server.profile_path), "OMP_NUM_THREADS": "1"}
         with processes.processes(clients, tmp_path / "clients.log"):
             for command in ("job submit job.toml --follow", "model export linear --to final.safetensors"):

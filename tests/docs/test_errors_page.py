@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import errors_page
+from fedplat import errors
 from fedplat.rounds.states import Reason
 from fedplat_server.errors import Code
 from support.docs import commands
@@ -18,6 +19,12 @@ def test_the_page_is_up_to_date() -> None:
 def test_each_code_and_reason_has_advice() -> None:
     assert list(errors_page.CODES) == list(Code)
     assert list(errors_page.REASONS) == list(Reason)
+
+
+def test_messages_name_entries_that_are_there() -> None:
+    page = errors_page.PAGE.read_text("utf-8")
+    for code in Code:
+        assert f"\n### `{errors.refer_to_docs(code.name)[8:-1]}`\n" in page
 
 
 def test_its_commands_exist() -> None:

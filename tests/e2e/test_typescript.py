@@ -97,7 +97,7 @@ def test_a_planted_deviation_fails(package: Path, tmp_path: Path, name: str) -> 
     text = changed.read_text()
     assert text.count(old) == 1, f"the deviation {name!r} is not of this code"
     changed.write_text(text.replace(old, new))
-    found = conformance(tmp_path, "--only", case, "--limit", "20")
+    found = conformance(tmp_path, "--only", case, "--case-time", "20")
     assert [each["outcome"] for each in found["cases"]] == ["failed"], found
 
 

@@ -17,16 +17,24 @@ from support.projects import ROOT
 
 PROGRAM = Path(__file__).with_name("program.py")
 PATIENCE_S = 60.0
-TESTS = (
-    "tests/client/test_client.py",
-    "tests/client/test_identity.py",
-    "tests/client/test_recycled_files.py",
-    "tests/client/test_transfer.py",
-    "tests/core/test_model_file.py",
+TESTS = {
+    "client": (
+        "tests/client/test_client.py",
+        "tests/client/test_identity.py",
+        "tests/client/test_recycled_files.py",
+        "tests/client/test_transfer.py",
+        "tests/core/test_model_file.py",
+    ),
+    "simulator": ("tests/core/simulation",),
+}
+"""Tests of what uses `fedplat.system` (locks, downloads, caches, files of models), and those of the simulator."""
+LEFT_OUT = (
+    # It starts a process in which nothing is hidden, whose locks are of another kind.
+    "tests/client/test_identity.py::test_a_second_process_is_refused",
 )
-"""Tests of what uses `fedplat.system`: locks, downloads, caches, and files of models."""
-OTHER_PROCESS = "tests/client/test_identity.py::test_a_second_process_is_refused"
-"""It starts a process in which nothing is hidden, whose locks are of another kind."""
+"""Tests that state something else about a system without these names."""
+NO_WORKERS = "not processes"
+"""The engine of this name is refused there, which test_a_simulation_trains_with_the_same_result shows."""
 TRAINER = """
 import numpy as np
 from fedplat_client import TrainResult
@@ -111,16 +119,9 @@ def test_a_simulation_trains_with_the_same_result(tmp_path: Path, system: str) -
 
 
 @pytest.mark.slow
-def test_the_tests_of_client_and_simulator_pass(tmp_path: Path) -> None:
-    options = [
-        "-q",
-        "-p",
-        "portability.hide",
-        "-p",
-        "no:xdist",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "not slow and not grid",
-    ]
-    run(ROOT, "-m", "pytest", *options, "--basetemp", str(tmp_path / "tests"), "--deselect", OTHER_PROCESS, *TESTS)
+@pytest.mark.parametrize("part", TESTS)
+def test_the_tests_of_client_and_simulator_pass(tmp_path: Path, part: str) -> None:
+    plugins = [word for name in ("portability.hide", "no:xdist", "no:cacheprovider") for word in ("-p", name)]
+    left_out = [word for each in LEFT_OUT for word in ("--deselect", each)]
+    chosen = ["-m", "not slow and not grid", "-k", NO_WORKERS, "--basetemp", str(tmp_path / "tests")]
+    run(ROOT, "-m", "pytest", "-q", *plugins, *chosen, *left_out, *TESTS[part])

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fedplat.admin import profile
+from fedplat.admin import contexts, profile
 from fedplat.wire.auth import Ticket
 from fedplat_server.auth.client_directory import hash_secret
 from fedplat_server.auth.pki_folder import PkiFolder
@@ -191,9 +191,12 @@ def test_a_profile_that_cannot_be_read_is_kept(run: Run, profile_path: Path) -> 
 
 def test_a_profile_with_another_address_is_kept(run: Run, data: Path, address: str, profile_path: Path) -> None:
     run()
+    store = contexts.ContextStore(profile_path.parent)
+    store.add("elsewhere", profile.Profile("fed.example.org:7443"))
+    store.use("elsewhere")
     other = f"127.0.0.1:{processes.free_port()}"
     _, out, _ = run(where=other)
-    assert f"with the address {address}; use this one with: fedplat --server {other}\n" in out
+    assert f"address {address}; use this one with: fedplat --context default --server {other}\n" in out
     assert profile.load(profile_path).server == address
     profile_path.unlink()
     profile.save(profile.Profile(token="fedplat_op_" + "x" * 43), profile_path)

@@ -202,7 +202,7 @@ async def test_beside_a_daemon_on_postgresql_files_are_left_to_it(folder: Path, 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--older-than", "soon"], "--older-than: duration 'soon': expected a number and s, m, h, d or w, such as 90d"),
+        (["--older-than", "soon"], "--older-than 'soon': expected a number and s, m, h, d or w, such as 24h or 90d"),
         (
             ["--clients-unseen-for", "3h"],
             "--clients-unseen-for 3h: expected at least 1d, as daemons rarely store when they saw a client",

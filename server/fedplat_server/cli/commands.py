@@ -14,8 +14,8 @@ from typing_extensions import override
 from fedplat import errors
 from fedplat.command_line.groups import HELP_SETTINGS
 from fedplat.command_line.with_typer import (
-    AboutJsonOption,
     ConfigOption,
+    JsonOption,
     TyperCommands,
     TyperConfiguredCommand,
     make_group,
@@ -135,7 +135,7 @@ def common(
 
 
 @app.command("version")
-def show_versions(as_json: AboutJsonOption = False) -> None:
+def show_versions(as_json: JsonOption = False) -> None:
     """Show the versions of the server, Python and the protocol."""
     print_about("fedplat-server", __version__, as_json=as_json)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
+import json
 import shlex
 import socket
 import sys
@@ -16,7 +18,7 @@ import msgspec
 import typer
 
 from fedplat.admin import profile
-from fedplat.command_line.with_typer import make_group
+from fedplat.command_line.with_typer import JsonOption, make_group
 from fedplat.errors import ProfileError
 from fedplat_server import config, errors
 from fedplat_server.auth import pki_folder, tls
@@ -27,6 +29,7 @@ from fedplat_server.cli.options import (
     DataDir,
     check_database,
     database_url,
+    parse_period,
     protect,
     repeat_options,
     with_store,
@@ -191,11 +194,7 @@ def add_operator(  # noqa: PLR0913 -- one parameter for each option of the comma
     """
     if out is not None and out.exists():
         raise errors.ConfigError(f"{out} exists already and is not replaced; choose another --to")
-    try:
-        expires_in_s = audit.parse_duration_s(expires) if expires is not None else None
-    except errors.ConfigError as exc:
-        raise errors.ConfigError(f"--expires: {exc}") from exc
-    record = new_operator(name, role, expires_in_s)
+    record = new_operator(name, role, parse_period(expires, "--expires"))
     ca = data_dir / "pki" / "ca.pem"
     trusted = profile.load_ca(ca) if ca.exists() and not insecure else ""
     token, _ = audit.new_operator_token()
@@ -224,9 +223,15 @@ def _find_address(path: Path) -> str:
 
 
 @app.command("list")
-def list_operators(data_dir: DataDir = DEFAULT_DATA_DIR, database: Database = None) -> None:
+def list_operators(
+    data_dir: DataDir = DEFAULT_DATA_DIR, database: Database = None, as_json: JsonOption = False
+) -> None:
     """List operators."""
-    for record in with_store(database_url(data_dir, database), lambda store: store.operators.list_operators()):
+    records = with_store(database_url(data_dir, database), lambda store: store.operators.list_operators())
+    if as_json:
+        print(json.dumps([dataclasses.asdict(record) for record in records]))
+        return
+    for record in records:
         end = "" if record.expires_unix_s is None else f", expires {_day(record.expires_unix_s)}"
         print(f"{record.name}: {record.role}, made {_day(record.created_unix_s)}{end}")
 

@@ -13,6 +13,7 @@ from typing import Annotated, TypedDict, TypeVar
 import click
 import typer
 
+from fedplat import texts
 from fedplat.wire import auth
 from fedplat_server.config import DEFAULT_CACHE_BYTES, is_postgres
 from fedplat_server.database import engine, schema
@@ -267,6 +268,14 @@ def parse_host(address: str, option: str) -> str:
     if not host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"{option} {address}: expected HOST:PORT, for instance {DEFAULT_LISTEN}")
     return host
+
+
+def parse_period(text: str | None, option: str) -> float | None:
+    """Return the seconds of a duration given with `option`; None without it. Raises `ConfigError`."""
+    try:
+        return None if text is None else texts.parse_period(text)
+    except ValueError as exc:
+        raise ConfigError(f"{option} {exc}") from exc
 
 
 class HttpFields(TypedDict):

@@ -23,12 +23,12 @@ from fedplat_server.cli.options import (
     blob_place,
     check_data_dir,
     database_url,
+    parse_period,
 )
 from fedplat_server.coordination import owner, retention
 from fedplat_server.database.engine import async_url
 from fedplat_server.database.store import open_store
 from fedplat_server.errors import ConfigError, FolderInUseError
-from fedplat_server.records import audit
 from fedplat_server.storage import data_dir as folder
 from fedplat_server.storage.blob_stores import BlobPlace
 from fedplat_server.storage.files import SET_ASIDE_FOLDER
@@ -87,8 +87,8 @@ def prune_(  # noqa: PLR0913 -- one parameter for each option of the command lin
 
 def _limits(older_than: str | None, keep_versions: int | None, clients_unseen_for: str | None) -> retention.PruneLimits:
     now = time.time()
-    history_s = _seconds(older_than, "--older-than")
-    unseen_s = _seconds(clients_unseen_for, "--clients-unseen-for")
+    history_s = parse_period(older_than, "--older-than")
+    unseen_s = parse_period(clients_unseen_for, "--clients-unseen-for")
     if unseen_s is not None and unseen_s < DAY_S:
         raise ConfigError(
             f"--clients-unseen-for {clients_unseen_for}: expected at least 1d, as daemons rarely store when they saw a "
@@ -100,13 +100,6 @@ def _limits(older_than: str | None, keep_versions: int | None, clients_unseen_fo
         keep_versions=keep_versions,
         clients_before=None if unseen_s is None else now - unseen_s,
     )
-
-
-def _seconds(text: str | None, option: str) -> float | None:
-    try:
-        return None if text is None else audit.parse_duration_s(text)
-    except ConfigError as exc:
-        raise ConfigError(f"{option}: {exc}") from exc
 
 
 @contextlib.contextmanager

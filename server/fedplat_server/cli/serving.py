@@ -20,7 +20,7 @@ import msgspec
 import typer
 
 from fedplat import durable, errors, extras
-from fedplat.admin import profile
+from fedplat.admin import contexts, profile
 from fedplat.extras import install_command
 from fedplat.wire import auth, process_tuning
 from fedplat_server import config, dashboard_process, logs
@@ -214,7 +214,11 @@ def dev(  # noqa: PLR0913 -- one parameter for each option of the command line
         make_certificates(folder, ["localhost"], url)
         make_operator(data_dir / "admin.toml", url, listen, folder)
         operate = _install_profile(
-            profile_path or profile.default_path(), data_dir.resolve() / "admin.toml", url, listen
+            "fedplat" if profile_path else _name_command(),
+            profile_path or profile.default_path(),
+            data_dir.resolve() / "admin.toml",
+            url,
+            listen,
         )
         ticket = _make_ticket(data_dir.resolve() / f"{population}.ticket", url, served, population, folder)
     print(flush=True)
@@ -272,8 +276,11 @@ def _check(served: DevAddresses, population: str) -> None:
         raise ConfigError(f"--population {population[:80]!r}: expected 1 to 63 letters, digits or _.-")
 
 
-def _install_profile(path: Path, admin_path: Path, url: str, address: str) -> str:
-    """Write the operator's profile to `path` unless there is one; return the command line that operates this server."""
+def _install_profile(command: str, path: Path, admin_path: Path, url: str, address: str) -> str:
+    """Write the operator's profile to `path` unless there is one; return the command line that operates this server.
+
+    `command` is the one that uses that profile.
+    """
     if not path.exists():
         if not admin_path.exists():
             raise ConfigError(
@@ -283,13 +290,13 @@ def _install_profile(path: Path, admin_path: Path, url: str, address: str) -> st
             )
         profile.save(msgspec.structs.replace(profile.load(admin_path), server=address), path)
         print_made(True, "profile of fedplat", path)
-        return "fedplat"
+        return command
     known = _load_known(path, url)
     if known is not None and known.server == address:
         print_made(False, "profile of fedplat", path)
-        return "fedplat"
+        return command
     if known is not None:
-        command = f"fedplat --server {address}"
+        command += f" --server {address}"
         print(f"kept the profile {path} with the address {known.server}; use this one with: {command}")
         return command
     command = f"fedplat --profile {shlex.quote(str(admin_path))}"
@@ -297,6 +304,12 @@ def _install_profile(path: Path, admin_path: Path, url: str, address: str) -> st
         command += f" --server {address}"
     print(f"kept the profile {path}, which is not for this server; use this server with: {command}")
     return command
+
+
+def _name_command() -> str:
+    """Return the command that uses the default profile: `fedplat`, unless another context is in use."""
+    name = os.environ.get(contexts.VARIABLE) or contexts.ContextStore.of_user().current
+    return "fedplat" if name == contexts.DEFAULT else f"fedplat --context {contexts.DEFAULT}"
 
 
 def _load_known(path: Path, url: str) -> profile.Profile | None:

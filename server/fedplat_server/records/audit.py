@@ -184,8 +184,6 @@ def _storable(text: str) -> str:
 TOKEN_PREFIX = "fedplat_op_"
 _TOKEN = re.compile(rf"{TOKEN_PREFIX}[A-Za-z0-9_-]{{43}}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,62}")
-_DURATION = re.compile(r"([1-9][0-9]{0,5})([smhdw])")
-_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 
 class Role(StrEnum):
@@ -258,11 +256,3 @@ def parse_role(text: str) -> Role:
         return Role(text)
     except ValueError as exc:
         raise ConfigError(f"role {text[:80]!r}: expected {', '.join(Role)}") from exc
-
-
-def parse_duration_s(text: str) -> float:
-    """Return a duration such as 90d, 12h or 30m in seconds. Raises `ConfigError` for another format."""
-    match = _DURATION.fullmatch(text)
-    if match is None:
-        raise ConfigError(f"duration {text[:80]!r}: expected a number and s, m, h, d or w, such as 90d")
-    return float(match[1]) * _UNITS_S[match[2]]

@@ -10,7 +10,7 @@ import pytest
 import fedplat
 from fedplat.cli import formats, jobs
 from fedplat.model import Parameters
-from fedplat.wire.v1 import admin_pb2
+from fedplat.wire.v1 import admin_pb2, model_pb2
 from support.cli.commands import Run, parsed
 from support.cli.fake_admin import FakeServer
 from support.cli.fake_state import T0, S, State
@@ -229,6 +229,22 @@ def test_job_submit(run: Run, state: State, job_file: str):
     assert result.stderr == f"watch it with: fedplat job watch {job.job_id}\n"
     assert job.job_file == JOB
     assert state.models[job.model.digest] == MODEL.to_bytes()
+
+
+def test_a_clone_has_the_file_and_the_first_model_of_its_job(run: Run, state: State, job_file: str):
+    submitted = parsed(run("job", "submit", job_file, "--json"))
+    digest = submitted["model"]["digest"]
+    model = model_pb2.ModelRef(version=0, digest=digest, size_bytes=len(state.models[digest]))
+    state.versions = [admin_pb2.ModelVersion(model=model)]
+    cloned = parsed(run("job", "clone", submitted["job_id"], "--no-start", "--idempotency-key", "k", "--json"))
+    job = state.jobs[cloned["job_id"]]
+    assert (job.job_file, job.model.digest, job.status) == (JOB, digest, S.JOB_STATUS_DRAFT)
+    assert cloned["job_id"] != submitted["job_id"]
+    assert parsed(run("job", "clone", submitted["job_id"], "--idempotency-key", "k", "--json"))["job_id"] == job.job_id
+    assert job.status == S.JOB_STATUS_RUNNING
+    state.versions = []
+    gone = run("job", "clone", job.job_id)
+    assert (gone.exit_code, gone.stderr) == (1, "error: the job has no version 0\n")
 
 
 def test_job_submit_as_a_draft(run: Run, state: State, job_file: str):

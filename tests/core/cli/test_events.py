@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ import pytest
 from fedplat.admin import AdminClient
 from fedplat.admin.patience import Patience
 from fedplat.cli.events import EventReader, describe
-from fedplat.cli.output import Output
+from fedplat.cli.output import Output, OutputFormat
 from fedplat.errors import ServerUnreachableError
 from fedplat.wire.v1 import events_pb2
 
@@ -56,6 +57,20 @@ def test_the_latest_events_are_shown_the_oldest_first(
     assert numbers(output) == shown
     assert errors.startswith(note)
     assert bool(errors) is bool(note)
+
+
+def test_events_since_a_time_in_the_formats_of_lists(capsys: pytest.CaptureFixture[str]) -> None:
+    log = cast(AdminClient, FakeLog("a.b", "c.d", "a.b", "c.d"))
+
+    def show(form: OutputFormat, since_unix_s: float = 0.0) -> str:
+        EventReader(log, Output(form=form), [], "").show_latest(3, since_unix_s)
+        return capsys.readouterr().out
+
+    assert numbers(show(OutputFormat.WIDE, 3.0)) == [3, 4]
+    assert show(OutputFormat.NAME, 3.5) == "4\n"
+    assert [event["sequence"] for event in json.loads(show(OutputFormat.JSON))] == [2, 3, 4]
+    assert (show(OutputFormat.JSON, 5.0), show(OutputFormat.JSONL, 5.0)) == ("[]\n", "")
+    assert [json.loads(line)["type"] for line in show(OutputFormat.JSONL).splitlines()] == ["c.d", "a.b", "c.d"]
 
 
 def test_a_watch_shows_each_event_once_over_interruptions(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,6 +54,13 @@ def test_the_servers_error_code_decides(status: grpc.StatusCode, code: str, exit
     result = run("job", "list")
     assert (result.exit_code, result.stdout) == (exit_status, "")
     assert "not now" in result.stderr
+    entry = f"(docs: E-{code})\n" if code and exit_status != 5 else "\n"
+    assert result.stderr.endswith(entry)
+
+
+def test_what_cannot_be_a_code_is_not_shown(run: Run, state: State):
+    state.refusal, state.refusal_code = (grpc.StatusCode.NOT_FOUND, "no"), "NO; rm -rf ."
+    assert run("job", "list").stderr == "error: no\n"
 
 
 def test_a_refusal_has_the_servers_code(client: AdminClient, state: State):

@@ -158,7 +158,17 @@ def test_the_model_of_a_job_and_of_a_run_folder_belong_to_their_base(run: Run, s
         for place in ("chat", "runs/chat"):
             folder = f"{place.replace('/', '-')}-{number}"
             done = run(
-                "model", "export", place, "--to", folder, "--format", "peft", "--base", "base", "--adapter", str(adapter)
+                "model",
+                "export",
+                place,
+                "--to",
+                folder,
+                "--format",
+                "peft",
+                "--base",
+                "base",
+                "--adapter",
+                str(adapter),
             )
             if stated == digest:
                 assert done.exit_code == 0, done.output

@@ -8,12 +8,16 @@ import stat
 from pathlib import Path
 
 import pytest
+import typer
 from click.testing import Result
 
-from fedplat.admin import profile
+from fedplat.admin import AdminClient, profile
+from fedplat.admin.patience import Patience
 from fedplat.admin.profile import Profile
+from fedplat.cli import lists, operators
 from fedplat.cli.app import app
-from fedplat.cli.session import Settings
+from fedplat.cli.output import Output, OutputFormat
+from fedplat.cli.session import CommandSession, Settings
 from fedplat.errors import ProfileError
 from fedplat.wire.v1 import admin_pb2
 from support.cli.commands import TOKEN, Run, parsed
@@ -146,6 +150,54 @@ def test_the_audit_log_is_shown_to_its_end(run: Run, state: State) -> None:
     assert lines[0].endswith("  anna   job paused  j-1")
     rows = [json.loads(line) for line in run("audit", "--after", "3", "--json").stdout.splitlines()]
     assert [row["sequence"] for row in rows] == [4, 5]
+
+
+@pytest.mark.parametrize("form", [OutputFormat.TABLE, OutputFormat.JSONL])
+def test_new_rows_of_the_audit_log_are_shown_once_over_a_restart(
+    form: OutputFormat,
+    state: State,
+    server: FakeServer,
+    client: AdminClient,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def add(count: int) -> None:
+        for _ in range(count):
+            state.audit.append(admin_pb2.AuditEvent(sequence=len(state.audit) + 1, actor="anna", details="{}"))
+
+    steps = iter([lambda: add(60), lambda: None, lambda: (server.restart(), add(1))])
+
+    def pause(seconds: float) -> None:
+        step = next(steps, None)
+        if step is None:
+            raise KeyboardInterrupt
+        step()
+
+    add(55)
+    monkeypatch.setattr("support.cli.fake_admin.ROWS_OF_A_PAGE", 7)
+    command = CommandSession(client, Output(form=form), Patience(60.0, print))
+    query = lists.Query[admin_pb2.AuditEvent](
+        client.page, admin_pb2.ListAuditRequest(actor="anna"), lambda page: page.events, "", lists.Order.NEWEST_LAST
+    )
+    with pytest.raises(typer.Exit):
+        lists.follow(command, query, operators.AUDIT_LAYOUT, operators.continue_after, pause=pause)
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(("waiting", "  ROW", "ROW"))]
+    numbers = [json.loads(line)["sequence"] if form is OutputFormat.JSONL else int(line.split()[0]) for line in lines]
+    assert numbers == list(range(1 if form is OutputFormat.JSONL else 6, 117))
+
+
+def test_a_list_is_followed_in_lines_only(run: Run) -> None:
+    for words in (("audit", "-f", "-o", "json"), ("events", "-f", "-o", "json"), ("audit", "-f", "--watch")):
+        refused = run(*words)
+        assert (refused.exit_code, "--follow prints" in refused.stderr) == (2, True)
+
+
+def test_lists_that_have_no_pages_have_the_limit(run: Run) -> None:
+    for name in ("ben", "eve"):
+        run("operator", "add", name, "--role", "viewer")
+    cut = run("operator", "list", "-n", "1")
+    assert (cut.stdout.count("\n"), cut.stderr) == (2, "1 of 2; --limit 0 for all\n")
+    assert run("operator", "list", "-n", "1", "-o", "name").output == "ben\n"
 
 
 def test_status_describes_the_connection(run: Run, state: State) -> None:

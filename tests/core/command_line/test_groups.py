@@ -31,6 +31,20 @@ def run(folder: str, follow: bool, as_json: bool, rest: tuple[str, ...]) -> None
     click.echo(f"{folder} {follow} {rest}")
 
 
+@program.group(cls=Program)
+def job() -> None:
+    """Hold the command."""
+
+
+@job.command("list")
+@click.option("--state")
+@click.option("--output", "-o", "form")
+@click.option("--search")
+def list_jobs(state: str, form: str, search: str) -> None:
+    """Print what was given."""
+    click.echo(f"{state} {form} {search}")
+
+
 @pytest.mark.parametrize("given", [("-o", "x"), ("-ox",), ("--output", "x"), ("--output=x",)])
 def test_old_names_work_with_one_line_that_json_does_not_have(given: tuple[str, ...]) -> None:
     result = CliRunner().invoke(program, ["run", *given, "--watch", "--", "--output"])
@@ -42,6 +56,26 @@ def test_old_names_work_with_one_line_that_json_does_not_have(given: tuple[str, 
     )
     for silent in (["run", *given, "--json"], ["--json", "run", *given]):
         assert CliRunner().invoke(program, silent).output == "x False ()\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "is_json"),
+    [
+        (["-o", "json"], True),
+        (["-ojsonl"], True),
+        (["--output=json"], True),
+        (["--output", "table", "--search", "json"], False),
+        (["--search", "--json"], False),
+        (["--search", "x"], False),
+        (["--search"], False),
+    ],
+)
+def test_only_the_option_of_the_format_asks_for_json(given: list[str], is_json: bool) -> None:
+    result = CliRunner().invoke(program, ["job", "list", "--status", "x", *given])
+    assert ("warning" in result.stderr) is not is_json
+    named = CliRunner().invoke(program, ["run", "--watch", "json"])  # a word, not an option
+    assert named.stderr == "warning: --watch is now --follow; the old name works until 0.3\n"
+    assert named.stdout == "None True ('json',)\n"
 
 
 def test_old_names_of_other_commands_are_left_alone() -> None:

@@ -106,7 +106,8 @@ class Block:
 
 def pages() -> list[str]:
     """Names all pages whose blocks are tested."""
-    found = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    folders = ("docs", "examples", "skills")
+    found = [ROOT / "README.md", *(path for folder in folders for path in (ROOT / folder).rglob("*.md"))]
     return sorted(path.relative_to(ROOT).as_posix() for path in found)
 
 
