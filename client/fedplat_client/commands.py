@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypedDict, Unpack
 
 import click
+import msgspec
 
 from fedplat import texts
 from fedplat.command_line import about, groups, settings
@@ -20,7 +21,7 @@ from fedplat.config import loaded_plugins
 from fedplat.errors import FedplatError, MissingExtraError, PluginError, TicketError
 from fedplat.secure_aggregation.messages import MAX_GROUP, MIN_GROUP
 from fedplat.wire import process_tuning
-from fedplat_client import errors, log, trainer_options, transport
+from fedplat_client import errors, log, releases, trainer_options, transport
 from fedplat_client._auth import enrollment
 from fedplat_client._version import __version__
 from fedplat_client.client import Client
@@ -364,12 +365,45 @@ def flower(**options: Unpack[_FlowerOptions]) -> None:
 
 
 @main.command(
+    help="Show what has left the client, from the record in its data directory: a line was written before each update, "
+    "model, metrics of an evaluation and text of a failure was sent. Works while the client runs."
+)
+@_add_options(_IDENTITY_OPTIONS)
+@click.option("--limit", "-n", type=click.IntRange(min=1), metavar="N", help="Show the last N lines; default: all.")
+@click.option("--json", "form", flag_value="json", help="Print the lines as JSON.")
+@click.option("--csv", "form", flag_value="csv", help="Print the lines as CSV.")
+@click.option(
+    "--verify", is_flag=True, help="Only check that no line was changed, removed or inserted, and print the last hash."
+)
+def released(limit: int | None, form: str | None, verify: bool, **options: Unpack[_IdentityOptions]) -> None:
+    """Show the record of what has left the client."""
+    path = _find_client(options).released
+    try:
+        if verify:
+            releases.verify(path)
+        else:
+            releases.show(path, form or "table", limit)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise click.ClickException(log.make_printable(f"the record {path} cannot be read: {exc}")) from exc
+
+
+@main.command(
     help="Show the public key that identifies the client, for the file of --trusted-clients of other clients. Before "
     "the first start, create the key."
 )
 @_add_options(_IDENTITY_OPTIONS)
 def identity(**options: Unpack[_IdentityOptions]) -> None:
     """Show a public key, as a line of the file of trusted clients."""
+    client = _find_client(options)
+    try:
+        key = client.load_public_key()
+    except errors.DataDirectoryError as exc:
+        raise click.ClickException(log.make_printable(str(exc))) from exc
+    click.echo(key)
+
+
+def _find_client(options: _IdentityOptions) -> Client:
+    """Open a client that does not run, and whose options do not matter."""
     arguments: _ClientArguments = {
         "labels": {},
         "data_dir": options["data_dir"],
@@ -377,14 +411,9 @@ def identity(**options: Unpack[_IdentityOptions]) -> None:
         "plugins": {},
     }
     try:
-        client = _open_client(options, arguments)
+        return _open_client(options, arguments)
     except (ValueError, TicketError, errors.DataDirectoryError) as exc:
         raise UsageError(log.make_printable(str(exc))) from exc
-    try:
-        key = client.load_public_key()
-    except errors.DataDirectoryError as exc:
-        raise click.ClickException(log.make_printable(str(exc))) from exc
-    click.echo(key)
 
 
 def _run(options: _ClientCommandOptions, create: Callable[[], Client], work: Callable[[Client], None]) -> None:
