@@ -3,36 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import platform
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import click
 import msgspec
 
-from fedplat import texts
 from fedplat.command_line import about, groups, settings
-from fedplat.command_line.with_click import ClickCommands, config_option
+from fedplat.command_line.with_click import ClickCommands
 from fedplat.config import loaded_plugins
 from fedplat.errors import FedplatError, MissingExtraError, PluginError, TicketError
-from fedplat.secure_aggregation.messages import MAX_GROUP, MIN_GROUP
 from fedplat.wire import process_tuning
-from fedplat_client import errors, log, releases, trainer_options, transport
+from fedplat_client import errors, log, releases, trainer_options
 from fedplat_client._auth import enrollment
 from fedplat_client._version import __version__
 from fedplat_client.client import Client
+from fedplat_client.command_options import (
+    IDENTITY_OPTIONS,
+    RUN_OPTIONS,
+    ClientCommandOptions,
+    IdentityOptions,
+    add_options,
+)
 from fedplat_client.options import ClientOptions
 from fedplat_client.task import TaskOutcome
 from fedplat_client.trainer_options import TrainerOptions, UsageError
 
-_Decorator: TypeAlias = Callable[[Callable[..., None]], Callable[..., None]]
 _PARTITION_LABELS = ("partition_id", "num_partitions")
-_LEVELS = ("debug", "info", "warning", "error")
-_DEFAULTS = ClientOptions()
 
 
 class _InUseError(click.ClickException):
@@ -41,44 +42,7 @@ class _InUseError(click.ClickException):
     exit_code = 6
 
 
-def _parse_size(text: str) -> int:
-    try:
-        return texts.parse_size(text)
-    except ValueError as exc:
-        raise click.BadParameter(str(exc)) from exc
-
-
-class _IdentityOptions(TypedDict):
-    ticket: str | None
-    ticket_file: Path | None
-    server: str | None
-    population: str | None
-    data_dir: Path | None
-
-
-class _ClientCommandOptions(_IdentityOptions):
-    plugins: tuple[str, ...]
-    labels: tuple[str, ...]
-    transport: str
-    proxy: str
-    ca: Path | None
-    mtls: bool
-    require_secure_aggregation: bool
-    require_local_noise: bool
-    min_local_noise_multiplier: float
-    require_confirmation: bool
-    min_secure_clients: int
-    min_secure_threshold: float
-    trusted_clients: Path | None
-    exchange_models: bool
-    max_share: float
-    peer_listen: str
-    peer_address: str
-    cache_limit: int
-    log_level: str
-
-
-class _NamedOptions(_ClientCommandOptions, TrainerOptions):
+class _NamedOptions(ClientCommandOptions, TrainerOptions):
     pass
 
 
@@ -91,7 +55,7 @@ class _OnceOptions(_NamedOptions):
     leaves_tasks: bool
 
 
-class _FlowerOptions(_ClientCommandOptions):
+class _FlowerOptions(ClientCommandOptions):
     app_dir: Path
     name: str | None
     node_config: tuple[str, ...]
@@ -123,168 +87,6 @@ def show_versions(as_json: bool) -> None:
     click.echo(about.format_about("fedplat-client", __version__, as_json=as_json))
 
 
-_option = functools.partial(click.option, show_envvar=True)
-_flag = functools.partial(_option, is_flag=True)
-_IDENTITY_OPTIONS = (
-    config_option,
-    click.option(
-        "--ticket",
-        metavar="TICKET",
-        help="Enrollment ticket from the operator. Prefer --ticket-file: all users of the host can see arguments.",
-    ),
-    click.option(
-        "--ticket-file",
-        type=click.Path(path_type=Path, dir_okay=False),
-        help="File with the ticket. An enrolled client needs no ticket.",
-    ),
-    _option(
-        "--server",
-        envvar="FEDPLAT_SERVER",
-        metavar="HOST:PORT",
-        help="Server to use, if the data directory has identities for several.",
-    ),
-    _option(
-        "--population",
-        envvar="FEDPLAT_POPULATION",
-        help="Population to use, if the data directory has identities for several.",
-    ),
-    _option(
-        "--data-dir",
-        type=click.Path(path_type=Path, file_okay=False),
-        envvar="FEDPLAT_CLIENT_DATA_DIR",
-        help="Directory for identity and models.",
-    ),
-)
-"""The options of each command: which client it is."""
-
-_RUN_OPTIONS = (
-    *_IDENTITY_OPTIONS,
-    click.option(
-        "--plugin",
-        "plugins",
-        multiple=True,
-        metavar="KIND.NAME=REF",
-        help="Add a plugin that jobs may name, as module:class or file.py:class; KIND.NAME alone for one of an "
-        "installed package. KIND is codecs or algorithms; repeatable.",
-    ),
-    click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="Add a label; repeatable."),
-    _option(
-        "--transport",
-        type=click.Choice(transport.TRANSPORTS),
-        default=transport.AUTO,
-        envvar="FEDPLAT_TRANSPORT",
-        show_default=True,
-        help="How to reach the server: gRPC, HTTP/1.1 (the server's --http-listen), or auto: gRPC, and HTTP/1.1 in "
-        "networks that let no gRPC through.",
-    ),
-    _option(
-        "--proxy",
-        default="",
-        envvar="FEDPLAT_PROXY",
-        metavar="URL|none",
-        help="Proxy for the connection to the server, such as http://proxy.example:3128; default: that of the "
-        "environment (https_proxy, no_proxy). Keep a password in the variable: all users of the host see arguments.",
-    ),
-    _option(
-        "--ca",
-        type=click.Path(path_type=Path, dir_okay=False),
-        envvar="FEDPLAT_CA",
-        help="File with certificates (PEM) of further authorities to trust, such as that of a proxy that inspects TLS.",
-    ),
-    _flag(
-        "--mtls",
-        envvar="FEDPLAT_MTLS",
-        help="Authenticate with a client certificate, on the server's mTLS port, instead of signing each call.",
-    ),
-    _flag(
-        "--require-secure-aggregation",
-        envvar="FEDPLAT_REQUIRE_SECURE_AGGREGATION",
-        help="Refuse to train without secure aggregation, so that the server never sees an update of this client.",
-    ),
-    _flag(
-        "--require-local-noise",
-        envvar="FEDPLAT_REQUIRE_LOCAL_NOISE",
-        help='Refuse to train unless the client adds noise to its update itself: [privacy] trust = "none".',
-    ),
-    click.option(
-        "--min-local-noise-multiplier",
-        type=click.FloatRange(min=0.0),
-        default=0.0,
-        help="Smallest noise multiplier of a sum, from the noise that clients add to their updates; above 0 it implies "
-        "--require-local-noise.",
-    ),
-    _flag(
-        "--require-confirmation",
-        envvar="FEDPLAT_REQUIRE_CONFIRMATION",
-        help="Refuse secure aggregations in which clients do not confirm the survivors to each other: "
-        "[secure_aggregation] confirm = true.",
-    ),
-    click.option(
-        "--min-secure-clients",
-        type=click.IntRange(MIN_GROUP, MAX_GROUP),
-        default=MIN_GROUP,
-        show_default=True,
-        help="Smallest number of clients in a sum of secure aggregation.",
-    ),
-    click.option(
-        "--min-secure-threshold",
-        type=click.FloatRange(0.5, 1.0),
-        default=0.5,
-        show_default=True,
-        help="Smallest threshold of secure aggregation: the part of the clients that have to collude with the server "
-        "to read an update.",
-    ),
-    click.option(
-        "--trusted-clients",
-        type=click.Path(path_type=Path, dir_okay=False),
-        help="File with the public keys of the clients that may take part in a secure aggregation with this one, or "
-        "exchange models with it, one in each line as the command identity shows it; default: any client.",
-    ),
-    _flag(
-        "--exchange-models",
-        envvar="FEDPLAT_EXCHANGE_MODELS",
-        help="Take part in decentralised jobs, in which other clients see the model that this client has trained. By "
-        "default a client refuses such jobs.",
-    ),
-    _option(
-        "--max-share",
-        type=click.FloatRange(0.0, 1.0, min_open=True),
-        default=ClientOptions.max_share,
-        envvar="FEDPLAT_MAX_SHARE",
-        show_default=True,
-        metavar="PART",
-        help='Refuse rings of decentralised jobs (exchange = "ring") in which one model is more than this part of the '
-        "mean, which would show it to all others.",
-    ),
-    _option(
-        "--peer-listen",
-        default="",
-        envvar="FEDPLAT_PEER_LISTEN",
-        metavar="HOST:PORT",
-        help="Open a port, on which the neighbours of this client in decentralised jobs fetch its models; implies "
-        "--exchange-models. By default a client opens no port, and its models pass through the server, encrypted.",
-    ),
-    _option(
-        "--peer-address",
-        default="",
-        envvar="FEDPLAT_PEER_ADDRESS",
-        metavar="HOST:PORT",
-        help="Address at which neighbours reach the port of --peer-listen; default: the same.",
-    ),
-    _option(
-        "--cache-limit",
-        type=_parse_size,
-        metavar="SIZE",
-        default=f"{_DEFAULTS.cache_limit_bytes // 2**30}GiB",
-        envvar="FEDPLAT_CACHE_LIMIT",
-        show_default=True,
-        help="Largest size of the cache of models, such as 500MB. On a disk with less space the cache gives way by "
-        "itself. The codecs' residuals, the client states and the models of decentralised jobs may each take the same "
-        "size again.",
-    ),
-    click.option("--log-level", type=click.Choice(_LEVELS), default="info", show_default=True),
-)
-"""The options of each command that runs a client."""
 _MAX_TASKS = click.option("--max-tasks", type=click.IntRange(min=0), help="Stop after this many tasks.")
 _STATUSES = {
     TaskOutcome.DONE: 0,
@@ -297,17 +99,8 @@ _STATUSES = {
 """The exit statuses of `once`, besides that of a data directory in use; 1 is any other error, 2 a wrong option."""
 
 
-def _add_options(options: Sequence[_Decorator]) -> _Decorator:
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
-
-
 @main.command(help="Run a client until stopped. A module may be given as a file: /path/to/file.py:function.")
-@_add_options((*trainer_options.OPTIONS, *_RUN_OPTIONS, _MAX_TASKS))
+@add_options((*trainer_options.OPTIONS, *RUN_OPTIONS, _MAX_TASKS))
 def run(**options: Unpack[_RunOptions]) -> None:
     """Run a client."""
     _run(options, lambda: _create_client(options), lambda client: client.run(options["max_tasks"]))
@@ -318,7 +111,7 @@ def run(**options: Unpack[_RunOptions]) -> None:
     "task failed, 5 the server does not answer, 6 another client works in the data directory, 7 the task continues "
     "(--detach), 8 stopped by a signal; 1 and 2 are errors that need a person."
 )
-@_add_options((*trainer_options.OPTIONS, *_RUN_OPTIONS))
+@add_options((*trainer_options.OPTIONS, *RUN_OPTIONS))
 @click.option(
     "--wait",
     "wait_s",
@@ -358,24 +151,25 @@ def once(**options: Unpack[_OnceOptions]) -> None:
 @click.option(
     "--run-config", multiple=True, metavar="KEY=VALUE", help="Change a value of [tool.flwr.app.config]; repeatable."
 )
-@_add_options((*_RUN_OPTIONS, _MAX_TASKS))
+@add_options((*RUN_OPTIONS, _MAX_TASKS))
 def flower(**options: Unpack[_FlowerOptions]) -> None:
     """Run a ClientApp."""
     _run(options, lambda: _create_flower_client(options), lambda client: client.run(options["max_tasks"]))
 
 
 @main.command(
+    "released",
     help="Show what has left the client, from the record in its data directory: a line was written before each update, "
-    "model, metrics of an evaluation and text of a failure was sent. Works while the client runs."
+    "model, metrics of an evaluation and text of a failure was sent. Works while the client runs.",
 )
-@_add_options(_IDENTITY_OPTIONS)
+@add_options(IDENTITY_OPTIONS)
 @click.option("--limit", "-n", type=click.IntRange(min=1), metavar="N", help="Show the last N lines; default: all.")
 @click.option("--json", "form", flag_value="json", help="Print the lines as JSON.")
 @click.option("--csv", "form", flag_value="csv", help="Print the lines as CSV.")
 @click.option(
     "--verify", is_flag=True, help="Only check that no line was changed, removed or inserted, and print the last hash."
 )
-def released(limit: int | None, form: str | None, verify: bool, **options: Unpack[_IdentityOptions]) -> None:
+def list_released(limit: int | None, form: str | None, verify: bool, **options: Unpack[IdentityOptions]) -> None:
     """Show the record of what has left the client."""
     path = _find_client(options).released
     try:
@@ -391,8 +185,8 @@ def released(limit: int | None, form: str | None, verify: bool, **options: Unpac
     help="Show the public key that identifies the client, for the file of --trusted-clients of other clients. Before "
     "the first start, create the key."
 )
-@_add_options(_IDENTITY_OPTIONS)
-def identity(**options: Unpack[_IdentityOptions]) -> None:
+@add_options(IDENTITY_OPTIONS)
+def identity(**options: Unpack[IdentityOptions]) -> None:
     """Show a public key, as a line of the file of trusted clients."""
     client = _find_client(options)
     try:
@@ -402,7 +196,7 @@ def identity(**options: Unpack[_IdentityOptions]) -> None:
     click.echo(key)
 
 
-def _find_client(options: _IdentityOptions) -> Client:
+def _find_client(options: IdentityOptions) -> Client:
     """Open a client that does not run, and whose options do not matter."""
     arguments: _ClientArguments = {
         "labels": {},
@@ -416,7 +210,7 @@ def _find_client(options: _IdentityOptions) -> Client:
         raise UsageError(log.make_printable(str(exc))) from exc
 
 
-def _run(options: _ClientCommandOptions, create: Callable[[], Client], work: Callable[[Client], None]) -> None:
+def _run(options: ClientCommandOptions, create: Callable[[], Client], work: Callable[[Client], None]) -> None:
     log.set_up(options["log_level"])
     if settings.rank(click.get_current_context(), "ticket") == 0:
         click.echo(
@@ -481,7 +275,7 @@ def _create_flower_client(options: _FlowerOptions) -> Client:
     return client
 
 
-def _read_arguments(options: _ClientCommandOptions) -> _ClientArguments:
+def _read_arguments(options: ClientCommandOptions) -> _ClientArguments:
     names = {each.name for each in dataclasses.fields(ClientOptions)}
     named: dict[str, Any] = {name: value for name, value in options.items() if name in names}
     return {
@@ -492,7 +286,7 @@ def _read_arguments(options: _ClientCommandOptions) -> _ClientArguments:
     }
 
 
-def _open_client(options: _IdentityOptions, given: _ClientArguments) -> Client:
+def _open_client(options: IdentityOptions, given: _ClientArguments) -> Client:
     """Open the client named by the ticket or the options; without either, the one enrolled in the data directory."""
     server, population = options["server"], options["population"]
     text, file, context = options["ticket"], options["ticket_file"], click.get_current_context()

@@ -15,7 +15,7 @@ import msgspec
 from fedplat import texts
 from fedplat_client import log
 from fedplat_client._state import released
-from fedplat_client._state.released import Release
+from fedplat_client._state.released import ReleasedLine
 
 _COLUMNS = (
     *("time", "content", "receiver", "job", "job_id", "round", "attempt", "trainer", "size_bytes", "digest"),
@@ -54,7 +54,7 @@ def verify(path: Path) -> None:
     click.echo(f"{count}, unchanged and in their order{head}{cut}")
 
 
-def _list_values(release: Release) -> Mapping[str, Any]:
+def _list_values(release: ReleasedLine) -> Mapping[str, Any]:
     values = {name: getattr(release, name) for name in release.__struct_fields__}
     shown = {"receiver": release.receiver or "server", "metrics": msgspec.json.encode(release.metrics).decode()}
     return values | msgspec.structs.asdict(release.protection) | shown
@@ -65,7 +65,7 @@ def _guard(value: object) -> object:
     return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
 
 
-def _list_cells(release: Release) -> tuple[str, ...]:
+def _list_cells(release: ReleasedLine) -> tuple[str, ...]:
     masks, size = release.protection, texts.size(release.size_bytes) if release.size_bytes else ""
     protection = f"sums of {masks.min_clients} or more" if masks.masked else ""
     if masks.noise_multiplier:

@@ -106,7 +106,7 @@ class AllowRule(DenyRule, frozen=True, forbid_unknown_fields=True):
                 ) from exc
 
 
-class Policy(Struct, frozen=True, forbid_unknown_fields=True):
+class OwnerPolicy(Struct, frozen=True, forbid_unknown_fields=True):
     """What the owner of a client's data has decided beforehand."""
 
     unknown: Literal["ask", "refuse"] = "ask"
@@ -117,9 +117,9 @@ class Policy(Struct, frozen=True, forbid_unknown_fields=True):
     """Jobs that run without being asked about."""
 
 
-def parse_policy(text: str) -> Policy:
+def parse_policy(text: str) -> OwnerPolicy:
     """Parse a policy. Raises `JobFileError`, with one line per mistake."""
-    return toml.read_record(toml.read_toml(text), Policy)
+    return toml.read_record(toml.read_toml(text), OwnerPolicy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +139,7 @@ class PolicyDecision:
     findings: tuple[RuleFinding, ...]
 
 
-def decide(policy: Policy, spec: JobSpec, digest: str, now: datetime.datetime) -> PolicyDecision:
+def decide(policy: OwnerPolicy, spec: JobSpec, digest: str, now: datetime.datetime) -> PolicyDecision:
     """Return what a policy decides of a job at a moment, which is the local time of the client."""
     findings: list[RuleFinding] = []
     for number, rule in enumerate(policy.deny, 1):

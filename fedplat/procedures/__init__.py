@@ -12,12 +12,12 @@ from fedplat.procedures.contract import Finished, Json, Procedure, ReplyDisclosu
 from fedplat.procedures.means import Means, NumericColumn
 from fedplat.procedures.runs import ProcedureResult, run
 from fedplat.procedures.sums import ExactSum, ReplySchema, ReplyTensor, ReplyTotals
-from fedplat.procedures.tables import Frame, SiteTable
+from fedplat.procedures.tables import ColumnFrame, SiteTable
 
 __all__ = [
+    "ColumnFrame",
     "ExactSum",
     "Finished",
-    "Frame",
     "Json",
     "Means",
     "NumericColumn",

@@ -12,7 +12,7 @@ from fedplat import texts
 from fedplat.errors import ProcedureError
 from fedplat.procedures.contract import Finished, Json, Procedure
 from fedplat.procedures.sums import ExactSum
-from fedplat.procedures.tables import Frame, SiteTable
+from fedplat.procedures.tables import ColumnFrame, SiteTable
 
 MAX_STEPS = 10_000
 
@@ -30,7 +30,7 @@ class ProcedureResult(Struct, frozen=True):
         return msgspec.json.encode({"sites": self.sites, "steps": self.steps, "result": self.result})
 
 
-def run(procedure: Procedure, frames: Mapping[str, Frame], *, max_steps: int = MAX_STEPS) -> ProcedureResult:
+def run(procedure: Procedure, frames: Mapping[str, ColumnFrame], *, max_steps: int = MAX_STEPS) -> ProcedureResult:
     """Run a procedure over the table of each site, by its name; no guarantee of privacy applies within one process.
 
     >>> columns = {"age": NumericColumn(low=0, high=120, resolution=1)}

@@ -12,7 +12,7 @@ from fedplat import texts
 from fedplat.errors import ProcedureError
 
 
-class Frame(Protocol):
+class ColumnFrame(Protocol):
     """Columns by name: a data frame of pandas or polars, a table of pyarrow, or a dictionary of arrays."""
 
     def __getitem__(self, name: str, /) -> Any:
@@ -26,7 +26,7 @@ class SiteTable:
     Messages of its errors have names of columns that were asked for, types and counts, and never values.
     """
 
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self, frame: ColumnFrame) -> None:
         self._frame = frame
 
     def read(self, name: str) -> npt.NDArray[np.float64]:

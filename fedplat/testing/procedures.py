@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from fedplat.errors import ProcedureError
 from fedplat.model import Parameters
-from fedplat.procedures import ExactSum, Finished, Frame, Procedure, ReplyTotals, SiteTable, Step
+from fedplat.procedures import ColumnFrame, ExactSum, Finished, Procedure, ReplyTotals, SiteTable, Step
 from fedplat.procedures.runs import MAX_STEPS
 from fedplat.testing.errors import ConformanceError, run_checks, wrap_errors
 
@@ -36,7 +36,7 @@ class ProcedureUnderTest:
     asked: tuple[Asked, ...]
 
 
-def check_procedure(procedure: Procedure, frames: Mapping[str, Frame], *, max_steps: int = MAX_STEPS) -> None:
+def check_procedure(procedure: Procedure, frames: Mapping[str, ColumnFrame], *, max_steps: int = MAX_STEPS) -> None:
     """Check a procedure with the table of each site. Raises `ConformanceError` for the first check that fails."""
     missing = [name for name in METHODS if not callable(getattr(procedure, name, None))]
     if missing:

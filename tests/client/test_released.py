@@ -17,19 +17,19 @@ from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import Client, ClientOptions, EvaluateResult, Task, TrainResult
 from fedplat_client._state import released
-from fedplat_client._state.released import Protection, Release, ReleaseRecord
+from fedplat_client._state.released import Protection, ReleasedLine, ReleaseRecord
 from fedplat_client.commands import main
 from support.fake_fleet import FakeFleet, serving
 
 MakeClient = Callable[..., Client]
 
 
-def line(number: int, **fields: Any) -> Release:
+def line(number: int, **fields: Any) -> ReleasedLine:
     given: dict[str, Any] = {
         **{"time": f"2026-11-28T10:00:0{number}.000+00:00", "job_id": "job-1", "job": "digits", "round": number},
         **{"attempt": 1, "trainer": "digits", "content": "update", "size_bytes": 100 * number, "digest": "ab" * 32},
     }
-    return Release(**(given | fields))
+    return ReleasedLine(**(given | fields))
 
 
 LINES = [line(1), line(2, content="metrics", metrics={"loss": 0.5}), line(3, protection=Protection(True, 3, 0.5))]
@@ -140,7 +140,7 @@ class WatchingFleet(FakeFleet):
         super()._enter(call, request, context, authenticated=authenticated)
 
 
-def run(fleet: FakeFleet, client: Client) -> list[Release]:
+def run(fleet: FakeFleet, client: Client) -> list[ReleasedLine]:
     """Run the planned tasks with trainers of which the second one fails."""
 
     @client.trainer("digits")

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from fedplat.errors import JobFileError
 from fedplat.job import JobSpec, parse_job
-from fedplat.job.policy import AllowRule, Bounds, DenyRule, Policy, decide, parse_policy
+from fedplat.job.policy import AllowRule, Bounds, DenyRule, OwnerPolicy, decide, parse_policy
 
 NOON = datetime.datetime(2026, 11, 28, 12, 0)
 DIGEST, OTHER = "ab" * 32, "cd" * 32
@@ -29,7 +29,7 @@ FLOWER = parse_job(HEAD + "[selection]\ngoal = 1\n[flower]\napp = 'a'\n")
 def refuse(rule: dict[str, Any], spec: JobSpec, now: datetime.datetime = NOON) -> tuple[str, ...]:
     """Return why a rule for the trainer of all jobs does not apply."""
     given: dict[str, Any] = {"trainer": ("t",), **rule}
-    policy = Policy(allow=(AllowRule(**given),))
+    policy = OwnerPolicy(allow=(AllowRule(**given),))
     decision = decide(policy, spec, DIGEST, now)
     assert decision.verdict == ("ask" if decision.findings[0].contrary else "allow")
     return decision.findings[0].contrary
@@ -117,7 +117,7 @@ def test_mistakes_in_a_policy_are_refused(text: str, message: str) -> None:
         parse_policy(text)
 
 
-def evaluate(policy: Policy, spec: JobSpec, now: datetime.datetime) -> str:
+def evaluate(policy: OwnerPolicy, spec: JobSpec, now: datetime.datetime) -> str:
     """Decide as the text of the rules says, with another program: each condition is one comparison."""
 
     def is_named(rule: DenyRule) -> bool:
@@ -146,7 +146,7 @@ def evaluate(policy: Policy, spec: JobSpec, now: datetime.datetime) -> str:
     return "allow" if any(is_named(rule) and is_met(rule) for rule in policy.allow) else policy.unknown
 
 
-def draw_policy(rng: np.random.Generator) -> Policy:
+def draw_policy(rng: np.random.Generator) -> OwnerPolicy:
     def some(probability: float, value: Any, default: Any) -> Any:
         return value if rng.random() < probability else default
 
@@ -176,7 +176,7 @@ def draw_policy(rng: np.random.Generator) -> Policy:
 
     deny = tuple(DenyRule(**named()) for _ in range(rng.integers(0, 2)) if rng.random() < 0.3)
     unknown: Any = rng.choice(["ask", "refuse"])
-    return Policy(unknown=str(unknown), deny=deny, allow=tuple(allow() for _ in range(rng.integers(0, 4))))  # type: ignore[arg-type]
+    return OwnerPolicy(unknown=str(unknown), deny=deny, allow=tuple(allow() for _ in range(rng.integers(0, 4))))  # type: ignore[arg-type]
 
 
 def test_1000_random_policies_decide_as_a_second_evaluator() -> None:

@@ -21,7 +21,7 @@ WRONG = {
 
 FOLDERS = ("docs", "docker", "examples", "benchmarks", "fedplat", "server", "client")
 KINDS = (".md", ".py", ".toml", ".yaml", ".yml", ".sh", ".service", ".server", ".client")
-DECLARED = "client/fedplat_client/commands.py"
+DECLARED = "client/fedplat_client/command_options.py"
 """The options themselves are declared there."""
 
 

@@ -58,7 +58,7 @@ class SecureExchange:
 
     @property
     def protection(self) -> Protection:
-        """What hides the update, by the setup that the client has accepted."""
+        """The masks and the noise that hide the update, by the setup that the client has accepted."""
         setup = self._setup
         return Protection(True, setup.minimum, setup.encoding.noise_multiplier(setup.minimum))
 

@@ -66,7 +66,7 @@ class ReleasedItem(Struct, frozen=True, kw_only=True, omit_defaults=True):
     protection: Protection = PLAIN
 
 
-class Release(ReleasedItem, frozen=True, kw_only=True, omit_defaults=True):
+class ReleasedLine(ReleasedItem, frozen=True, kw_only=True, omit_defaults=True):
     """A line of the record: what is sent, when by the client's clock (UTC), and for which task."""
 
     time: str
@@ -86,12 +86,12 @@ class ReleaseRecord:
         self._lock = threading.Lock()
         self._end: tuple[int, str] | None = None
 
-    def add(self, release: Release) -> None:
+    def add(self, release: ReleasedLine) -> None:
         """Append a line, and return when it is on the disk. Raises `OSError`; then nothing of it may be sent."""
         with self._lock:
             model_cache.write_bounded(lambda: self._append(release), self._give_way)
 
-    def _append(self, release: Release) -> None:
+    def _append(self, release: ReleasedLine) -> None:
         is_new = not self._path.exists()
         flags = os.O_RDWR | os.O_CREAT | system.O_BINARY
         with open(os.open(self._path, flags, 0o600), "r+b", buffering=0) as file:
@@ -146,7 +146,7 @@ def _chain(before: str, text: bytes) -> str:
     return hashlib.sha256(before.encode() + text).hexdigest()
 
 
-def read(path: Path) -> Iterator[Release]:
+def read(path: Path) -> Iterator[ReleasedLine]:
     """Yield the complete lines of a record; none if there is no file. Raises `OSError`, `msgspec.DecodeError`."""
     for line in _read_lines(path):
         if line.endswith(b"\n"):
@@ -158,14 +158,14 @@ def _read_lines(path: Path) -> Iterator[bytes]:
         yield from file
 
 
-_DECODER = msgspec.json.Decoder(Release)
+_DECODER = msgspec.json.Decoder(ReleasedLine)
 
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
     """The number of lines of a record that are as they were written, and the hash of the last one of them.
 
-    `wrong` is the number of the first line that is not, from 1; 0 if there is none. A last line that `is_cut` is one of
+    `wrong` is the number of the first line that is not, from 1; 0 without one. A last line that `is_cut` is one of
     a crash, whose content was not sent, or was cut since.
     """
 

@@ -71,7 +71,7 @@ def record_release(parts: ClientParts, assignment: fleet_pb2.Assignment, item: R
 
     Raises `AssignmentFailedError` if the record cannot be written: then it must not be sent.
     """
-    release = released.Release(
+    release = released.ReleasedLine(
         **structs.asdict(item),
         time=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
         job_id=assignment.job_id,

@@ -10,7 +10,7 @@ import pytest
 from fedplat.gossip.mixing import add_parts, find_largest, quantize_share, read_integer_mean
 from fedplat.model import Parameters, Vector
 from fedplat_client._state import released
-from fedplat_client._state.released import Protection, Release
+from fedplat_client._state.released import Protection, ReleasedLine
 from support import silo_fleet
 from support.silo_fleet import SiloFleet, gossip_job, initial_model, move, simulate
 
@@ -35,7 +35,7 @@ def check_secrecy(fleet: SiloFleet, models: list[Vector]) -> None:
         assert find_bytes(fleet.folder / "server", model[:4].tobytes()) == []
 
 
-def read_records(fleet: SiloFleet, num_silos: int) -> list[list[Release]]:
+def read_records(fleet: SiloFleet, num_silos: int) -> list[list[ReleasedLine]]:
     """What each silo has noted of what has left it."""
     paths = list(fleet.folder.rglob("released.jsonl"))
     assert len(paths) == num_silos
