@@ -21,6 +21,7 @@ FedplatError
 ├── PrivacyLimitError a training that would cost more privacy than the owner of the data allows
 ├── SecureAggregationError   a message of secure aggregation that is invalid, or that a participant must not accept
 ├── GossipError       a message of a decentralised job that is invalid, or that a silo must not accept
+├── ProcedureError    a procedure, a reply or a table that does not fit what was declared
 ├── TrackerError      an experiment tracker (MLflow, TensorBoard) that does not answer or refuses a run
 ├── ProfileError      an operator's profile or certificates are missing or invalid
 │   └── MissingProfileError   there is neither a profile nor a token: the operator is not logged in
@@ -123,6 +124,10 @@ class SecureAggregationError(FedplatError):
 
 class GossipError(FedplatError):
     """A message of a decentralised job that is invalid, or that a silo must not accept."""
+
+
+class ProcedureError(FedplatError):
+    """A procedure, a reply of a site or a table that does not fit what was declared; texts never have values of it."""
 
 
 class TrackerError(FedplatError):

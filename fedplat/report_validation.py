@@ -31,7 +31,7 @@ from fedplat.model.values import FlatModel
 from fedplat.rounds.commands import ACCEPTED, Verdict
 from fedplat.rounds.states import Reason
 from fedplat.secure_aggregation import encoding
-from fedplat.secure_aggregation.setup import Setup
+from fedplat.secure_aggregation.setup import AnySetup
 
 _ALL = Turn()
 _SPARE_BYTES = 2**20
@@ -152,7 +152,7 @@ def validate_secure_claims(num_examples: float, metrics: Mapping[str, float]) ->
     return ACCEPTED
 
 
-def validate_masked(update: Path, setup: Setup) -> Verdict | None:
+def validate_masked(update: Path, setup: AnySetup) -> Verdict | None:
     """Return the refusal of a masked update, of which only the form can be checked; None if it is valid."""
     try:
         encoding.check_file(update, setup)

@@ -26,6 +26,7 @@ from fedplat_client._state import data_dir as data_directory
 from fedplat_client._state.data_dir import SigningKey
 from fedplat_client._state.model_cache import ModelCache
 from fedplat_client._state.privacy_ledger import PrivacyLedger
+from fedplat_client._state.released import ReleaseRecord
 from fedplat_client._state.two_phase import ClientStateStore, Residuals, ServedAttempts
 from fedplat_client._work import heartbeat, process_group, training, transfer, work
 from fedplat_client._work.peers.port import PeerPort
@@ -155,6 +156,11 @@ class Client:
     def tasks(self) -> Path:
         """The folder for task folders of programs (`fedplat_client.trainers.external`), in the data directory."""
         return self._directory.tasks
+
+    @property
+    def released(self) -> Path:
+        """The record of what has left this client, which `fedplat-client released` shows."""
+        return self._directory.released
 
     def load_public_key(self) -> str:
         """Return the public key that identifies this client, hexadecimal, for `trusted_clients` of other clients.
@@ -355,6 +361,7 @@ class Client:
             downloader=transfer.Downloader(connection, cache, options.max_model_bytes, self._plugins.table),
             residuals=Residuals(directory.residuals, options.cache_limit_bytes, cache.give_way),
             served=ServedAttempts(directory.served),
+            record=ReleaseRecord(directory.released, cache.give_way),
             client_states=ClientStateStore(directory.client_states, options.cache_limit_bytes, cache.give_way),
             trainers=training.LocalTrainers(
                 trainers=self._trainers,

@@ -1,10 +1,11 @@
-"""The options of the commands that are about one client, or run it."""
+"""The options that the commands of `fedplat-client` have in common: which client it is, and how it works."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypedDict
+from typing import TypeAlias, TypedDict
 
 import click
 
@@ -14,8 +15,16 @@ from fedplat.secure_aggregation.messages import MAX_GROUP, MIN_GROUP
 from fedplat_client import transport
 from fedplat_client.options import ClientOptions
 
+Decorator: TypeAlias = Callable[[Callable[..., None]], Callable[..., None]]
 _LEVELS = ("debug", "info", "warning", "error")
 _DEFAULTS = ClientOptions()
+
+
+def _parse_size(text: str) -> int:
+    try:
+        return texts.parse_size(text)
+    except ValueError as exc:
+        raise click.BadParameter(str(exc)) from exc
 
 
 class IdentityOptions(TypedDict):
@@ -51,13 +60,6 @@ class ClientCommandOptions(IdentityOptions):
     cache_limit: int
     log_level: str
     json_log: bool
-
-
-def _parse_size(text: str) -> int:
-    try:
-        return texts.parse_size(text)
-    except ValueError as exc:
-        raise click.BadParameter(str(exc)) from exc
 
 
 _option = functools.partial(click.option, show_envvar=True)
@@ -223,3 +225,14 @@ RUN_OPTIONS = (
     click.option("--json-log/--text-log", default=False, help="Log format: lines of JSON, or text, the default."),
 )
 """The options of each command that runs a client."""
+
+
+def add_options(options: Sequence[Decorator]) -> Decorator:
+    """Return a decorator that adds options to a command, in their order."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate

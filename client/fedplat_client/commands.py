@@ -9,25 +9,31 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import click
+import msgspec
 
 from fedplat.command_line import about, groups, settings
 from fedplat.command_line.with_click import ClickCommands
 from fedplat.config import loaded_plugins
 from fedplat.errors import FedplatError, MissingExtraError, PluginError, TicketError, refer_to_docs
 from fedplat.wire import process_tuning
-from fedplat_client import errors, log, trainer_options
+from fedplat_client import errors, log, releases, trainer_options
 from fedplat_client._auth import enrollment
 from fedplat_client._version import __version__
 from fedplat_client.client import Client
-from fedplat_client.command_options import IDENTITY_OPTIONS, RUN_OPTIONS, ClientCommandOptions, IdentityOptions
+from fedplat_client.command_options import (
+    IDENTITY_OPTIONS,
+    RUN_OPTIONS,
+    ClientCommandOptions,
+    IdentityOptions,
+    add_options,
+)
 from fedplat_client.options import ClientOptions
 from fedplat_client.task import TaskOutcome
 from fedplat_client.trainer_options import TrainerOptions, UsageError
 
-_Decorator: TypeAlias = Callable[[Callable[..., None]], Callable[..., None]]
 _PARTITION_LABELS = ("partition_id", "num_partitions")
 _logger = logging.getLogger("fedplat_client")
 
@@ -95,17 +101,8 @@ _STATUSES = {
 """The exit statuses of `once`, besides that of a data directory in use; 1 is any other error, 2 a wrong option."""
 
 
-def _add_options(options: Sequence[_Decorator]) -> _Decorator:
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
-
-
 @main.command(help="Run a client until stopped. A module may be given as a file: /path/to/file.py:function.")
-@_add_options((*trainer_options.OPTIONS, *RUN_OPTIONS, _MAX_TASKS))
+@add_options((*trainer_options.OPTIONS, *RUN_OPTIONS, _MAX_TASKS))
 def run(**options: Unpack[_RunOptions]) -> None:
     """Run a client."""
     _run(options, lambda: _create_client(options), lambda client: client.run(options["max_tasks"]))
@@ -116,7 +113,7 @@ def run(**options: Unpack[_RunOptions]) -> None:
     "task failed, 5 the server does not answer, 6 another client works in the data directory, 7 the task continues "
     "(--detach), 8 stopped by a signal; 1 and 2 are errors that need a person."
 )
-@_add_options((*trainer_options.OPTIONS, *RUN_OPTIONS))
+@add_options((*trainer_options.OPTIONS, *RUN_OPTIONS))
 @click.option(
     "--wait",
     "wait_s",
@@ -156,19 +153,53 @@ def once(**options: Unpack[_OnceOptions]) -> None:
 @click.option(
     "--run-config", multiple=True, metavar="KEY=VALUE", help="Change a value of [tool.flwr.app.config]; repeatable."
 )
-@_add_options((*RUN_OPTIONS, _MAX_TASKS))
+@add_options((*RUN_OPTIONS, _MAX_TASKS))
 def flower(**options: Unpack[_FlowerOptions]) -> None:
     """Run a ClientApp."""
     _run(options, lambda: _create_flower_client(options), lambda client: client.run(options["max_tasks"]))
 
 
 @main.command(
+    "released",
+    help="Show what has left the client, from the record in its data directory: a line was written before each update, "
+    "model, metrics of an evaluation and text of a failure was sent. Works while the client runs.",
+)
+@add_options(IDENTITY_OPTIONS)
+@click.option("--limit", "-n", type=click.IntRange(min=1), metavar="N", help="Show the last N lines; default: all.")
+@click.option("--json", "form", flag_value="json", help="Print the lines as JSON.")
+@click.option("--csv", "form", flag_value="csv", help="Print the lines as CSV.")
+@click.option(
+    "--verify", is_flag=True, help="Only check that no line was changed, removed or inserted, and print the last hash."
+)
+def list_released(limit: int | None, form: str | None, verify: bool, **options: Unpack[IdentityOptions]) -> None:
+    """Show the record of what has left the client."""
+    path = _find_client(options).released
+    try:
+        if verify:
+            releases.verify(path)
+        else:
+            releases.show(path, form or "table", limit)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise click.ClickException(log.make_printable(f"the record {path} cannot be read: {exc}")) from exc
+
+
+@main.command(
     help="Show the public key that identifies the client, for the file of --trusted-clients of other clients. Before "
     "the first start, create the key."
 )
-@_add_options(IDENTITY_OPTIONS)
+@add_options(IDENTITY_OPTIONS)
 def identity(**options: Unpack[IdentityOptions]) -> None:
     """Show a public key, as a line of the file of trusted clients."""
+    client = _find_client(options)
+    try:
+        key = client.load_public_key()
+    except errors.DataDirectoryError as exc:
+        raise click.ClickException(log.make_printable(str(exc))) from exc
+    click.echo(key)
+
+
+def _find_client(options: IdentityOptions) -> Client:
+    """Open a client that does not run, and whose options do not matter."""
     arguments: _ClientArguments = {
         "labels": {},
         "data_dir": options["data_dir"],
@@ -176,14 +207,9 @@ def identity(**options: Unpack[IdentityOptions]) -> None:
         "plugins": {},
     }
     try:
-        client = _open_client(options, arguments)
+        return _open_client(options, arguments)
     except (ValueError, TicketError, errors.DataDirectoryError) as exc:
         raise UsageError(log.make_printable(str(exc))) from exc
-    try:
-        key = client.load_public_key()
-    except errors.DataDirectoryError as exc:
-        raise click.ClickException(log.make_printable(str(exc))) from exc
-    click.echo(key)
 
 
 def _run(options: ClientCommandOptions, create: Callable[[], Client], work: Callable[[Client], None]) -> None:

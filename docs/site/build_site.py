@@ -67,6 +67,7 @@ PUBLIC_MODULES = (
     "fedplat.aggregate.robust",
     "fedplat.codecs",
     "fedplat.gossip",
+    "fedplat.procedures",
     "fedplat.sampling",
     "fedplat.privacy",
     "fedplat.metrics",

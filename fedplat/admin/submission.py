@@ -13,7 +13,7 @@ from typing import BinaryIO, Protocol
 
 from fedplat import errors, wire
 from fedplat.admin.patience import Patience, Reachable
-from fedplat.job import JobSpec
+from fedplat.job import JobSpec, digest_job
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2, model_pb2
 
@@ -51,6 +51,14 @@ class Submission:
     text: str
     spec: JobSpec
     parameters: Parameters
+
+    @property
+    def digest(self) -> str:
+        """The digest of the job (`fedplat.job.digest_job`)."""
+        sha256 = hashlib.sha256()
+        for piece in self.parameters.pieces:
+            sha256.update(piece)
+        return digest_job(self.spec, sha256.hexdigest())
 
 
 def submit(

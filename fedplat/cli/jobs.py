@@ -141,6 +141,7 @@ def check_job(context: typer.Context, file: FileArgument, as_json: JsonOption = 
                     "num_rounds": spec.rounds,
                     "num_tensors": len(schema.tensors),
                     "model_size_bytes": schema.file_size_bytes,
+                    "digest": submission.digest,
                 }
             )
             return
@@ -149,6 +150,7 @@ def check_job(context: typer.Context, file: FileArgument, as_json: JsonOption = 
             f"{spec.population}, {find_training(spec).describe_cohort(spec)}; "
             f"its model has {format_count(len(schema.tensors), 'tensor')} ({formats.size(schema.file_size_bytes)})"
         )
+        output.line(f"digest of the file and the model: {submission.digest}")
         _warn(output, submission)
 
 

@@ -163,9 +163,9 @@ class _Checker:
                 yield f"{prefix}{key}: this key is required and missing"
 
     def _of_value(self, value: Any, annotation: Any, path: str) -> Iterator[str]:
-        options = get_args(annotation) or (annotation,)  # the members of a union
-        tables = _tables_of(options)
         is_mapping, items = get_origin(annotation) is dict, _tables_in(annotation)
+        options = () if is_mapping else get_args(annotation) or (annotation,)  # the members of a union
+        tables = _tables_of(options)
         if isinstance(tables, Kind) and tables.plain and isinstance(value, str):
             yield from self._of_table({tables.key: value}, tables, path, path)
         elif (tables is not None or is_mapping) and not isinstance(value, dict):

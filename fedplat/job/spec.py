@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 from msgspec import structs
 
@@ -22,6 +23,7 @@ from fedplat.job import checks, sections, tables
 from fedplat.job.tables import JobTables
 from fedplat.model import FLOATING, Parameters
 from fedplat.privacy import Privacy
+from fedplat.secure_aggregation.setup import hash_parts
 
 
 class JobSpec(tables.JobTables, frozen=True, forbid_unknown_fields=True):
@@ -73,6 +75,17 @@ def job_file(spec: JobSpec) -> str:
     text = write_toml(toml.to_table(toml.normalize(spec)))
     check_main(parse_job(text).model.initial)
     return text
+
+
+def digest_job(spec: JobSpec, model_digest: str) -> str:
+    """Return the SHA-256 by which people and programs name a job, hexadecimal: of its file and its initial model.
+
+    Order, comments, spelling of numbers and keys with their defaults do not change it; everything else does. It needs
+    no server, so those who approve a job can compare it with what they were sent. `model_digest` is the SHA-256 of the
+    initial model's file, hexadecimal. Raises `JobFileError` as `job_file` does.
+    """
+    table = msgspec.json.encode(toml.to_table(toml.normalize(spec)), order="sorted")
+    return hash_parts(b"fedplat job 1", table, bytes.fromhex(model_digest)).hex()
 
 
 def check_main(initial: str) -> None:

@@ -31,10 +31,14 @@ from fedplat.model import Vector, VectorBlocks, blocks
 from fedplat.model.blocks import l2_norm
 from fedplat.privacy import noise
 from fedplat.privacy.noise import KEY_BYTES, KeyStream
-from fedplat.secure_aggregation.setup import Encoding, Setup
+from fedplat.secure_aggregation.messages import word_of
+from fedplat.secure_aggregation.setup import AnySetup, Encoding, ExactEncoding
 
 Encoded = npt.NDArray[np.uint32]
 """Entries of 32 bits, of which only the lowest `Encoding.modulus` count in sums and files."""
+Integers = npt.NDArray[np.int64]
+Words = npt.NDArray[np.unsignedinteger[Any]]
+"""Entries of either encoding, in words of `messages.word_of`."""
 
 _ROUNDING = 1.0 - 2.0**-40
 """Factor that keeps the norm of a clipped update within the bound in spite of the rounding of 64-bit floats."""
@@ -116,6 +120,37 @@ def decode(encoding: Encoding, total: Encoded, num_survivors: int) -> Decoded:
     return Decoded(update, weight, metrics, num_survivors)
 
 
+def encode_exact(encoding: ExactEncoding, reply: Integers) -> npt.NDArray[np.uint64]:
+    """Return a copy of a reply as the words to mask, shape [`ExactEncoding.length`].
+
+    Raises `SecureAggregationError` for a reply of another size or with an entry beyond the bound.
+    """
+    if reply.shape != (encoding.length,):
+        raise SecureAggregationError(f"the reply has shape {reply.shape}; expected ({encoding.length},)")
+    if int(reply.max()) > encoding.bound or int(reply.min()) < -encoding.bound:
+        raise SecureAggregationError(f"an entry of the reply is beyond its bound, {encoding.bound}")
+    return reply.astype(np.uint64)  # negative numbers wrap around
+
+
+def decode_exact(encoding: ExactEncoding, total: Words, num_survivors: int) -> Integers:
+    """Return the sum of the replies of `num_survivors` clients of a group, without masks; shares its memory.
+
+    Raises `SecureAggregationError` if an entry is beyond what so many clients can add up to: a client has lied.
+    """
+    if total.shape != (encoding.length,) or total.dtype != np.uint64:
+        raise SecureAggregationError(f"the sum is {total.dtype} {total.shape}; expected uint64 ({encoding.length},)")
+    if not 1 <= num_survivors <= encoding.max_clients:
+        raise SecureAggregationError(
+            f"the sum is of {num_survivors} clients; expected from 1 to {encoding.max_clients}, the most that fit"
+        )
+    signed, most = total.view(np.int64), encoding.bound * num_survivors
+    if int(signed.max()) > most or int(signed.min()) < -most:
+        raise SecureAggregationError(
+            f"an entry of the sum of {num_survivors} clients is beyond {most}: a client has sent more than its bound"
+        )
+    return signed
+
+
 def merge(left: Decoded, right: Decoded) -> Decoded:
     """Return the sum of two groups; reuses the memory of the left one."""
     np.add(left.update, right.update, out=left.update)
@@ -171,25 +206,26 @@ def _add_noise(stream: KeyStream, variance: float, encoded: Encoded) -> None:
         part += noise.draw_skellam(stream, variance, part.size).astype(np.uint32)  # negative numbers wrap around
 
 
-def file_bytes(setup: Setup) -> int:
+def file_bytes(setup: AnySetup) -> int:
     """Return the size of the file of a masked update."""
     return len(_header(setup)) + _entries_bytes(setup.encoding.length, setup.encoding.modulus)
 
 
-def write_file(setup: Setup, masked: Encoded) -> Iterator[bytes]:
+def write_file(setup: AnySetup, masked: Words) -> Iterator[bytes]:
     """Yield the content of the file of a masked update: the digest of the setup, and the entries, packed."""
     encoding = setup.encoding
     assert masked.shape == (encoding.length,)
     yield _header(setup)
     whole, rest = divmod(encoding.modulus, 8)
+    word = word_of(encoding.modulus).newbyteorder("<")
     for block in blocks(masked.size):
-        columns = np.ascontiguousarray(masked[block], "<u4").view(np.uint8).reshape(-1, 4)
+        columns = np.ascontiguousarray(masked[block], word).view(np.uint8).reshape(-1, word.itemsize)
         yield columns[:, :whole].tobytes()
         if rest:
             yield quantize.pack(columns[:, whole] & np.uint8(2**rest - 1), rest)
 
 
-def check_file(path: Path, setup: Setup) -> None:
+def check_file(path: Path, setup: AnySetup) -> None:
     """Raise `SecureAggregationError` unless a file is that of a masked update for this setup."""
     with path.open("rb") as file:
         _open(file, setup)
@@ -198,7 +234,7 @@ def check_file(path: Path, setup: Setup) -> None:
         _read(file, last.stop - last.start, setup.encoding.modulus)  # only the last block has padding
 
 
-def add_file(path: Path, setup: Setup, total: Encoded) -> None:
+def add_file(path: Path, setup: AnySetup, total: Words) -> None:
     """Add a masked update to a sum, shape [`Encoding.length`]; raises as `check_file`, and the sum is then lost."""
     assert total.shape == (setup.encoding.length,)
     with path.open("rb") as file:
@@ -208,7 +244,7 @@ def add_file(path: Path, setup: Setup, total: Encoded) -> None:
             np.add(part, _read(file, part.size, setup.encoding.modulus), out=part)
 
 
-def _header(setup: Setup) -> bytes:
+def _header(setup: AnySetup) -> bytes:
     return b"fedplat masked update 1 " + setup.digest.hex().encode() + b"\n"
 
 
@@ -217,7 +253,7 @@ def _entries_bytes(count: int, modulus: int) -> int:
     return whole * count + (quantize.packed_bytes(count, rest) if rest else 0)
 
 
-def _open(file: IO[bytes], setup: Setup) -> None:
+def _open(file: IO[bytes], setup: AnySetup) -> None:
     """Read the header of a file, and check it and the length."""
     expected, found = file_bytes(setup), os.fstat(file.fileno()).st_size
     if found != expected:
@@ -229,11 +265,12 @@ def _open(file: IO[bytes], setup: Setup) -> None:
         )
 
 
-def _read(file: IO[bytes], count: int, modulus: int) -> Encoded:
+def _read(file: IO[bytes], count: int, modulus: int) -> Words:
     whole, rest = divmod(modulus, 8)
     content = file.read(_entries_bytes(count, modulus))
-    if whole == 4:
-        return np.frombuffer(content, "<u4")
+    word = word_of(modulus).newbyteorder("<")
+    if whole == word.itemsize:
+        return np.frombuffer(content, word)
     columns = np.zeros((count, 4), np.uint8)
     columns[:, :whole] = np.frombuffer(content, np.uint8, whole * count).reshape(count, whole)
     if rest:

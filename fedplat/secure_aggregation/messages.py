@@ -6,9 +6,11 @@ bounded by `max_bytes`, which a receiver checks before it decodes.
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from collections.abc import Collection
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
+import numpy as np
 from msgspec import Meta, Struct
 
 from fedplat import metrics
@@ -19,6 +21,17 @@ MAX_GROUP = 1000
 """Maximum number of clients that share masks with each other."""
 MIN_GROUP = 3
 """Minimum number: from the sum of two updates, each client would know the other's."""
+
+EXACT_MODULUS = 64
+"""Bits of a masked entry of an exact sum (`setup.ExactEncoding`)."""
+MODULI: Final[Collection[int]] = frozenset((*range(8, 33), EXACT_MODULUS))
+"""Bits that a masked entry may have."""
+
+
+def word_of(modulus: int) -> np.dtype[np.unsignedinteger[Any]]:
+    """Return the type of entries of so many bits in memory."""
+    return np.dtype(np.uint64 if modulus == EXACT_MODULUS else np.uint32)
+
 
 Finite = Annotated[float, Meta(ge=-1e30, le=1e30)]
 

@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 from fedplat.errors import SecureAggregationError
 from fedplat.secure_aggregation import messages, primitives, shamir
 from fedplat.secure_aggregation.primitives import KeyPair, ShareLink, SharePair, check_public_key, is_signature
-from fedplat.secure_aggregation.setup import Graph, Setup, keys_payload, survivors_payload
+from fedplat.secure_aggregation.setup import AnySetup, Graph, keys_payload, survivors_payload
 
 
 class ParticipantLimits(Struct, frozen=True, forbid_unknown_fields=True):
@@ -89,7 +89,7 @@ class Participant:
 
     def __init__(
         self,
-        setup: Setup,
+        setup: AnySetup,
         public_key: bytes,
         sign: Callable[[bytes], bytes],
         limits: ParticipantLimits,

@@ -6,8 +6,9 @@ positions, so no key serves twice.
 Step 2 (ShareKeys) of Bonawitz et al. 2017, Figure 4: authenticated encryption under a key that both clients agree on.
 
 Step 3 (MaskedInputCollection) of Bonawitz et al. 2017, Figure 4. A mask is the stream of AES-256 in counter mode, from
-counter 0, as little-endian 32-bit numbers modulo 2^modulus. All values of an entry are equally likely, because
-2^modulus divides 2^32. The code for AES-GCM generates the same stream, and faster (`MaskStream`).
+counter 0, as little-endian words modulo 2^modulus: of 32 bits, or of 64 for a modulus of 64 bits. All values of an
+entry are equally likely, because 2^modulus divides the number of values of a word. The code for AES-GCM generates the
+same stream, and faster (`MaskStream`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,7 @@ import numpy.typing as npt
 from fedplat.errors import MissingExtraError, SecureAggregationError
 from fedplat.extras import install_command
 from fedplat.secure_aggregation import messages, shamir
-from fedplat.secure_aggregation.messages import KEY_BYTES
+from fedplat.secure_aggregation.messages import KEY_BYTES, MODULI, word_of
 
 try:
     from cryptography.exceptions import InvalidSignature, InvalidTag
@@ -166,23 +167,24 @@ class ShareLink:
         return derive_key(own.agree(peer), "fedplat shares 1", self.context, (self.sender, self.holder))
 
 
-Vector: TypeAlias = npt.NDArray[np.uint32]
+Vector: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
+"""Entries in words of `messages.word_of`, of which the lowest bits count."""
 _Mask: TypeAlias = tuple[bytes, np.ufunc]
 """The key of a mask, and whether it is added or subtracted."""
 
-_BLOCK = 1 << 15
-"""Entries that are masked at a time: they, the key stream and its zeros stay in the second-level cache of a core."""
+_BLOCK = 1 << 17
+"""Bytes that are masked at a time: they, the key stream and its zeros stay in the second-level cache of a core."""
 _STREAMS = 256
 """Maximum number of streams that are open at a time."""
 _PIECE = 8 * _BLOCK
-"""Entries for which several threads work before their sums are added."""
+"""Bytes for which several threads work before their sums are added."""
 _LEAST_WORK = 64 * _BLOCK
-"""Entries of masks that are worth a thread."""
-_ZEROS = memoryview(bytes(4 * _BLOCK))
+"""Bytes of masks that are worth a thread."""
+_ZEROS = memoryview(bytes(_BLOCK))
 _HEAD = b"".join(counter.to_bytes(AES_BLOCK, "big") for counter in range(2))
 """The counters of the blocks that AES-GCM with `_NONCE` does not use for its key stream (NIST SP 800-38D, 7.1)."""
-_GCM_ENTRIES = range(_BLOCK // 4, 2**33)
-"""Lengths of vectors whose masks AES-GCM may generate: shorter ones are not worth it, and its counter has 32 bits."""
+_GCM_BYTES = range(_BLOCK // 4, 2**35)
+"""Sizes of vectors whose masks AES-GCM may generate: smaller ones are not worth it, and its counter has 32 bits."""
 
 
 class MaskStream:
@@ -240,33 +242,36 @@ def apply_masks(
     """
     check_vector(vector, modulus)
     keys = [*((key, np.add) for key in added), *((key, np.subtract) for key in subtracted)]
-    workers = max(1, min(workers, len(keys), len(keys) * len(vector) // _LEAST_WORK))
+    workers = max(1, min(workers, len(keys), len(keys) * vector.nbytes // _LEAST_WORK))
     if workers == 1:
         _apply_keys(vector, keys, 1, map)
     else:
         with concurrent.futures.ThreadPoolExecutor(workers, "masks") as pool:
             _apply_keys(vector, keys, workers, pool.map)
-    if modulus < 32:
+    if modulus < 8 * vector.itemsize:
         np.bitwise_and(vector, np.uint32(2**modulus - 1), out=vector)
 
 
 def check_vector(vector: Vector, modulus: int) -> None:
     """Raise `SecureAggregationError` unless masks can be added to a vector in place."""
-    if not 8 <= modulus <= 32:
-        raise SecureAggregationError(f"the modulus has {modulus} bits; expected 8 to 32")
-    if vector.dtype != np.uint32 or vector.ndim != 1 or not vector.size:
+    if modulus not in MODULI:
+        raise SecureAggregationError(f"the modulus has {modulus} bits; expected 8 to 32, or 64")
+    word = word_of(modulus)
+    if vector.dtype != word or vector.ndim != 1 or not vector.size:
         raise SecureAggregationError(
-            f"the vector has the type {vector.dtype} and the shape {vector.shape}; expected uint32 and one dimension"
+            f"the vector has the type {vector.dtype} and the shape {vector.shape}; expected {word} and one dimension"
         )
 
 
 def _apply_keys(vector: Vector, keys: Sequence[_Mask], workers: int, run: Callable[..., Iterable[Vector]]) -> None:
     """Apply masks to a vector; `run` maps a function over the sums of the masks that each worker generates."""
-    with_gcm = len(vector) in _GCM_ENTRIES
-    size = _BLOCK if workers == 1 else _PIECE
+    with_gcm = vector.nbytes in _GCM_BYTES
+    size = (_BLOCK if workers == 1 else _PIECE) // vector.itemsize
     for begin in range(0, len(keys), workers * _STREAMS):
         batch = keys[begin : begin + workers * _STREAMS]
-        sums = [_MaskSum(batch[place::workers], size, with_gcm=with_gcm) for place in range(workers)]
+        sums = [
+            _MaskSum(batch[place::workers], np.empty(size, vector.dtype), with_gcm=with_gcm) for place in range(workers)
+        ]
         for first in range(0, len(vector), size):
             piece = vector[first : first + size]
             for part in run(functools.partial(_MaskSum.next, count=len(piece)), sums):
@@ -274,19 +279,21 @@ def _apply_keys(vector: Vector, keys: Sequence[_Mask], workers: int, run: Callab
 
 
 class _MaskSum:
-    """The sum of some masks, piece by piece of up to `size` entries."""
+    """The sum of some masks, piece by piece, in the memory of `total`."""
 
-    def __init__(self, masks: Sequence[_Mask], size: int, *, with_gcm: bool) -> None:
+    def __init__(self, masks: Sequence[_Mask], total: Vector, *, with_gcm: bool) -> None:
         self._streams = [(MaskStream(key, with_gcm=with_gcm), operation) for key, operation in masks]
-        self._room = memoryview(bytearray(4 * _BLOCK + ROOM_BYTES))
-        self._total = np.empty(size, np.uint32)
+        self._room = memoryview(bytearray(_BLOCK + ROOM_BYTES))
+        self._total = total
 
     def next(self, count: int) -> Vector:
         """Return the next `count` entries, until the next call."""
-        total, mask = self._total[:count], np.frombuffer(self._room, "<u4")
+        total = self._total[:count]
+        mask = np.frombuffer(self._room, total.dtype.newbyteorder("<"))
+        size = _BLOCK // total.itemsize
         total.fill(0)
-        for begin in range(0, count, _BLOCK):
-            block = total[begin : begin + _BLOCK]
+        for begin in range(0, count, size):
+            block = total[begin : begin + size]
             for stream, operation in self._streams:
                 stream.read_into(self._room, block.nbytes)
                 operation(block, mask[: len(block)], out=block)

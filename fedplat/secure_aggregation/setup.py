@@ -18,20 +18,30 @@ import hashlib
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Self
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 from fedplat.config.decoding import prepare_type
 from fedplat.errors import SecureAggregationError
 from fedplat.privacy import noise
-from fedplat.secure_aggregation.messages import KEY_BYTES, MAX_GROUP, Finite, Member, SecureAggregation, Survivors
+from fedplat.secure_aggregation.messages import (
+    EXACT_MODULUS,
+    KEY_BYTES,
+    MAX_GROUP,
+    Finite,
+    Member,
+    SecureAggregation,
+    Survivors,
+)
 
 VERSION = 2
 """Version of the protocol. A client and a server with different ones do not work together on secure jobs."""
 FEATURE = f"secure_aggregation.{VERSION}"
 """The feature that a client must state to take part."""
+EXACT_VERSION = 3
+"""Version of the protocol with exact sums. Those of updates keep `VERSION` and its bytes."""
 EXTRAS_LEVELS = 2**20
 """Maximum number of steps for a unit of a weight or a metric."""
 MIN_CLIP = 1e-30
@@ -121,12 +131,35 @@ class Encoding(Struct, frozen=True, forbid_unknown_fields=True):
         return math.sqrt(num_survivors / (1.0 / squared + 1.0 / of_metrics))
 
 
-class Setup(Struct, frozen=True, forbid_unknown_fields=True):
-    """The setup of an attempt, which the server sends with each assignment.
+class ExactEncoding(Struct, frozen=True, forbid_unknown_fields=True):
+    """How replies that are integers add up without any rounding: in 64 bits, with their signs.
+
+    `length` is the number of entries of a reply. Its maker guarantees that no entry is beyond `bound`, negative or not.
+    """
+
+    length: Annotated[int, Meta(ge=1, le=2**32)]
+    bound: Annotated[int, Meta(ge=1, le=2**62)]
+    max_clients: Annotated[int, Meta(ge=1, le=MAX_GROUP)]
+    """Maximum number of clients of a group: so many replies add up without an overflow."""
+
+    def __post_init__(self) -> None:
+        if self.bound * self.max_clients >= 2**63:
+            raise ValueError(
+                f"the sum of {self.max_clients} entries up to {self.bound} does not fit 64 bits with its sign; "
+                "expected fewer clients, lower bounds or larger steps"
+            )
+
+    @property
+    def modulus(self) -> int:
+        """The bits of a masked entry."""
+        return EXACT_MODULUS
+
+
+class BaseSetup(Struct, frozen=True, forbid_unknown_fields=True):
+    """The part of a setup that does not depend on how the sum is encoded.
 
     `task_digest` is that of what all trainers get besides the model (`digest_task`): with other hyper-parameters for
-    the others, such as no steps, the sum would be the update of one client. `minimum` is the number of survivors below
-    which a group's sum is not unmasked.
+    the others, such as no steps, the sum would be the update of one client.
     """
 
     job_id: str
@@ -135,26 +168,24 @@ class Setup(Struct, frozen=True, forbid_unknown_fields=True):
     model_digest: str
     task_digest: str
     options: SecureAggregation
-    encoding: Encoding
-    minimum: Annotated[int, Meta(ge=2)]
-    version: int = VERSION
 
     def to_bytes(self) -> bytes:
         """Encode the setup; equal setups have equal bytes."""
         return msgspec.msgpack.encode(self, order="deterministic")
 
     @classmethod
-    def from_bytes(cls, content: bytes) -> Setup:
+    def from_bytes(cls, content: bytes) -> Self:
         """Decode a setup. Raises `SecureAggregationError` also for another version of the protocol."""
+        expected = structs.fields(cls)[-1].default
         try:
-            setup = msgspec.msgpack.decode(content, type=prepare_type(cls))
+            version = msgspec.msgpack.decode(content, type=prepare_type(_Version)).version
+            if version != expected:
+                raise SecureAggregationError(
+                    f"the secure aggregation has version {version}; this program has {expected}: upgrade the older one"
+                )
+            return msgspec.msgpack.decode(content, type=prepare_type(cls))
         except (msgspec.MsgspecError, ValueError) as exc:
             raise SecureAggregationError(f"the setup of the secure aggregation cannot be read: {exc}") from exc
-        if setup.version != VERSION:
-            raise SecureAggregationError(
-                f"the secure aggregation has version {setup.version}; this program has {VERSION}: upgrade the older one"
-            )
-        return setup
 
     @property
     def digest(self) -> bytes:
@@ -166,13 +197,41 @@ class Setup(Struct, frozen=True, forbid_unknown_fields=True):
         return hash_parts(b"fedplat secure aggregation context 1", self.digest, *(each.to_bytes() for each in members))
 
 
+class Setup(BaseSetup, frozen=True, forbid_unknown_fields=True):
+    """The setup of an attempt, which the server sends with each assignment.
+
+    `minimum` is the number of survivors below which a group's sum is not unmasked.
+    """
+
+    encoding: Encoding
+    minimum: Annotated[int, Meta(ge=2)]
+    version: int = VERSION
+
+
+class ExactSetup(BaseSetup, frozen=True, forbid_unknown_fields=True):
+    """The setup of an attempt whose replies are integers; otherwise like `Setup`."""
+
+    encoding: ExactEncoding
+    minimum: Annotated[int, Meta(ge=2)]
+    version: int = EXACT_VERSION
+
+
+AnySetup = Setup | ExactSetup
+
+
+class _Version(Struct, frozen=True):
+    """The only field that every version of a setup has."""
+
+    version: int
+
+
 def digest_task(trainer: str, job_name: str, config: Mapping[str, bool | int | float | str]) -> str:
     """Return the SHA-256 of what the trainers of an attempt get besides the model, hexadecimal."""
     content = msgspec.msgpack.encode((trainer, job_name, dict(config)), order="deterministic")
     return hash_parts(b"fedplat secure aggregation task 1", content).hex()
 
 
-def keys_payload(setup: Setup, encryption_key: bytes, masking_key: bytes) -> bytes:
+def keys_payload(setup: BaseSetup, encryption_key: bytes, masking_key: bytes) -> bytes:
     """Return the bytes that a client signs when it advertises its keys."""
     assert len(encryption_key) == len(masking_key) == KEY_BYTES
     return hash_parts(b"fedplat secure aggregation keys 1", setup.digest, encryption_key, masking_key)

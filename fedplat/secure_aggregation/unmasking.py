@@ -24,13 +24,13 @@ from fedplat.secure_aggregation.messages import (
     UnmaskAnswer,
     UnmaskRequest,
 )
-from fedplat.secure_aggregation.setup import Graph, Setup, keys_payload, survivors_payload
+from fedplat.secure_aggregation.setup import AnySetup, BaseSetup, Graph, keys_payload, survivors_payload
 
 _MAX_SEARCH = 1_000_000
 """Bound on the work of a search for right shares, in multiplications: less than a second."""
 
 
-def check_keys(setup: Setup, public_key: bytes, keys: KeyAdvertisement) -> None:
+def check_keys(setup: BaseSetup, public_key: bytes, keys: KeyAdvertisement) -> None:
     """Check the keys that a client advertises; `public_key` is the one with which it is enrolled.
 
     The coordinator checks that no other client has advertised them: clients refuse a roster with the same key twice.
@@ -64,7 +64,7 @@ def route_shares(graph: Graph, position: int, sent: Mapping[int, SealedShares]) 
 
 
 def check_confirmation(
-    setup: Setup, members: Sequence[Member], position: int, survivors: Survivors, confirmation: Confirmation
+    setup: BaseSetup, members: Sequence[Member], position: int, survivors: Survivors, confirmation: Confirmation
 ) -> None:
     """Check the signature of the survivors by the client at a position."""
     payload = survivors_payload(setup.context(members), survivors)
@@ -97,7 +97,7 @@ def check_answer(graph: Graph, position: int, survivors: Survivors, answer: Unma
 
 
 def remove_masks(  # noqa: PLR0913 -- all messages of a group
-    setup: Setup,
+    setup: AnySetup,
     members: Sequence[Member],
     sent: Mapping[int, SealedShares],
     survivors: Survivors,
@@ -139,7 +139,7 @@ class _Recovery:
     """Recovers the secrets of a group from the shares in its clients' answers."""
 
     def __init__(
-        self, setup: Setup, members: Sequence[Member], graph: Graph, answers: Mapping[int, UnmaskAnswer]
+        self, setup: AnySetup, members: Sequence[Member], graph: Graph, answers: Mapping[int, UnmaskAnswer]
     ) -> None:
         self.graph = graph
         self.context = setup.context(members)

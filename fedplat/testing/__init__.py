@@ -17,6 +17,7 @@ from fedplat.testing.codecs import check_codec
 from fedplat.testing.errors import ConformanceError
 from fedplat.testing.learners import check_learner
 from fedplat.testing.policies import check_policy, check_staleness
+from fedplat.testing.procedures import check_procedure
 from fedplat.testing.robust import check_pre_aggregator, check_robust_rule
 from fedplat.testing.rules import check_rule
 from fedplat.testing.simulated import check_availability, check_distribution, check_partition, check_source
@@ -76,6 +77,7 @@ __all__ = [
     "check_partition",
     "check_policy",
     "check_pre_aggregator",
+    "check_procedure",
     "check_robust_rule",
     "check_rule",
     "check_source",

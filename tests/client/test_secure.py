@@ -19,6 +19,7 @@ from fedplat.model import Parameters
 from fedplat.secure_aggregation.setup import FEATURE, LocalNoise
 from fedplat.wire.v1 import model_pb2
 from fedplat_client import Task, TrainResult
+from fedplat_client._state import released
 from fedplat_client._state.data_dir import DataDirectory
 from fedplat_client._state.two_phase import ServedAttempts
 from fedplat_client.cancellation import StopSignal
@@ -58,6 +59,14 @@ def test_the_server_gets_the_sum_and_no_summand(
         assert np.count_nonzero(fleet.read_masked(f"token-{number:g}", tmp_path) == vector) < 5  # chance: 2^-27 each
     assert {kind for _, kind in fleet.messages} == {*STEPS} - ({"confirmation"} if not confirm else set())
     assert {len(each) for each in fleet.messages.values()} == {1}
+    for client in cohort.clients.values():
+        (line,) = released.read(client.released)
+        assert line.content == "update"
+        assert line.digest in {each.digest for each in fleet.requests["Report"]}
+        assert line.protection.masked
+        assert line.protection.min_clients == 3
+        assert (line.protection.noise_multiplier > 0.0) == (noise is not None)
+        assert (line.num_examples, line.metrics) == (1.0, {})  # those of the client are masked
 
 
 @pytest.mark.fault("S1")

@@ -79,6 +79,11 @@ def privacy() -> Generator[Names, Names]:
     assert names["trainer"]
 
 
+def procedures() -> Generator[Names, Names]:
+    names = yield {}
+    assert names["result"].sites == 3
+
+
 def run(page: str, program: Path) -> None:
     os.chdir(program.parent)
     sys.path.insert(0, str(program.parent))

@@ -21,12 +21,13 @@ from fedplat.secure_aggregation.messages import (
     SecureAggregation,
     Survivors,
     UnmaskAnswer,
+    word_of,
 )
 from fedplat.secure_aggregation.participant import Participant, ParticipantLimits
-from fedplat.secure_aggregation.setup import Encoding, Graph, Setup
+from fedplat.secure_aggregation.setup import AnySetup, Encoding, ExactEncoding, ExactSetup, Graph, Setup
 
 NO_LIMITS = ParticipantLimits()
-Vector = npt.NDArray[np.uint32]
+Vector = npt.NDArray[np.unsignedinteger[Any]]
 
 
 @functools.cache
@@ -44,10 +45,18 @@ def random_of(name: str) -> Callable[[int], bytes]:
     return lambda size: hashlib.shake_256(f"{name} {next(calls)}".encode()).digest(size)
 
 
+OWN = {"job_id": "job", "round": 3, "attempt": 1, "model_digest": "model", "minimum": 3, "task_digest": "task"}
+
+
+def make_exact_setup(encoding: ExactEncoding, **options: Any) -> ExactSetup:
+    """Return a setup for a group whose replies are integers."""
+    own: dict[str, Any] = {**OWN}
+    return ExactSetup(**own, options=SecureAggregation(**options), encoding=encoding)
+
+
 def make_setup(size: int, *, length: int = 20, **changes: Any) -> Setup:
     """Return a setup for a group; `changes` are of the options, or of the setup itself."""
-    own: dict[str, Any] = {"job_id": "job", "round": 3, "attempt": 1, "model_digest": "model", "minimum": 3}
-    own["task_digest"] = "task"
+    own: dict[str, Any] = {**OWN}
     own |= {name: changes.pop(name) for name in list(changes) if name in own}
     options = SecureAggregation(**changes)
     encoding = Encoding(length - 1, 1.0, options.bits, options.modulus, 0.0, size)
@@ -58,7 +67,7 @@ def make_setup(size: int, *, length: int = 20, **changes: Any) -> Setup:
 class SecureGroup:
     """A group whose clients have advertised their keys; `sent`, `total` and so on are what the server has of them."""
 
-    setup: Setup
+    setup: AnySetup
     size: int
     limits: ParticipantLimits = NO_LIMITS
 
@@ -74,7 +83,8 @@ class SecureGroup:
         self.graph = Graph.of(self.setup.options, self.size)
         self.sent: dict[int, SealedShares] = {}
         self.vectors: dict[int, Vector] = {}
-        self.total = np.zeros(self.setup.encoding.length, np.uint32)
+        self.word = word_of(self.setup.encoding.modulus)
+        self.total: Vector = np.zeros(self.setup.encoding.length, self.word)
         self.answers: dict[int, UnmaskAnswer] = {}
 
     def share(self, positions: Iterable[int] | None = None) -> None:
@@ -91,11 +101,11 @@ class SecureGroup:
         encoding = self.setup.encoding
         values = np.random.default_rng(position).integers(0, 2**encoding.modulus, encoding.length, np.uint64)
         values[:2] = 0, 2**encoding.modulus - 1
-        return values.astype(np.uint32)
+        return values.astype(self.word)
 
-    def mask(self, position: int) -> Vector:
-        """Let a client mask its vector, and add it to the sum."""
-        vector = self.draw(position)
+    def mask(self, position: int, vector: Vector | None = None) -> Vector:
+        """Let a client mask its vector, random if none is given, and add it to the sum."""
+        vector = self.draw(position) if vector is None else vector
         masked = vector.copy()
         self.participants[position].mask(self.held(position), masked)
         self.vectors[position] = vector
@@ -150,4 +160,4 @@ class SecureGroup:
         return self.reduce(sum(self.vectors.values(), start=np.zeros_like(self.total)))
 
     def reduce(self, vector: Vector) -> Vector:
-        return vector & np.uint32(2**self.setup.encoding.modulus - 1)
+        return vector & self.word.type(2**self.setup.encoding.modulus - 1)

@@ -22,6 +22,7 @@ from fedplat.secure_aggregation import encoding
 from fedplat.secure_aggregation.participant import Participant
 from fedplat.secure_aggregation.setup import Setup, digest_task
 from fedplat.wire.v1 import fleet_pb2, model_pb2
+from fedplat_client._state.released import Protection
 from fedplat_client._state.two_phase import ServedAttempts
 from fedplat_client._work import heartbeat, training
 from fedplat_client._work.content import Content
@@ -54,6 +55,12 @@ class SecureExchange:
         self._served = served
         self._calls = calls
         self._vector: Vector | None = None
+
+    @property
+    def protection(self) -> Protection:
+        """The masks and the noise that hide the update, by the setup that the client has accepted."""
+        setup = self._setup
+        return Protection(True, setup.minimum, setup.encoding.noise_multiplier(setup.minimum))
 
     def check_model(self, model: Parameters) -> None:
         """Check that the setup is for the update of this model, before the training."""
@@ -131,7 +138,7 @@ def train(work: AssignedWork) -> heartbeat.CheckInResult:
         work.control.trained = True
         with work.span("share"):
             content = exchange.mask()
-        work.send(request, content, client_state)
+        work.send(request, content, client_state, exchange.protection)
     work.control.signal.check()
     outcome = work.report(request, content)
     if not outcome.failed:

@@ -8,6 +8,7 @@
                                  models/         the model cache (fedplat_client._state.model_cache)
                                  residuals/      the codecs' residuals (fedplat_client._state.two_phase)
                                  memories/       the client states (fedplat_client._state.two_phase)
+                                 released.jsonl  what has left the client (fedplat_client._state.released)
                                  silos/          the models of decentralised jobs (fedplat_client._state.silo_store)
                                  tasks/          the task folders of programs (fedplat_client.trainers.external)
            exports/              the models with which decentralised jobs have ended, for the client's owner
@@ -89,6 +90,7 @@ class DataDirectory:
         self.tasks = self.path / "tasks"
         self.exports = data_dir / "exports"
         self.served = self.path / "served"
+        self.released = self.path / "released.jsonl"
         self.transport = self.path / "transport.json"
         self.privacy = data_dir / "privacy.json"
         self._server = server

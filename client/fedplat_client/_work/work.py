@@ -6,11 +6,16 @@ The half of its kind of job (`fedplat_client._protocols`) gets the model, runs t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import datetime
 import functools
+import hashlib
 import logging
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
+
+from msgspec import structs
 
 from fedplat import texts
 from fedplat.client_state import ClientState
@@ -18,7 +23,8 @@ from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import cancellation, errors, spans, task
 from fedplat_client._auth.authenticator import Connection
-from fedplat_client._state import data_dir, two_phase
+from fedplat_client._state import data_dir, released, two_phase
+from fedplat_client._state.released import PLAIN, Protection, ReleasedItem
 from fedplat_client._state.two_phase import ClientStateStore, Residuals, SentReport, WasMerged
 from fedplat_client._work import heartbeat, training, transfer
 from fedplat_client._work.content import Outgoing
@@ -43,6 +49,7 @@ class ClientParts:
     residuals: Residuals
     client_states: ClientStateStore
     served: two_phase.ServedAttempts
+    record: released.ReleaseRecord
     trainers: LocalTrainers
     options: ClientOptions
     stop: cancellation.StopSignal
@@ -57,6 +64,29 @@ class Trained(Generic[_Result]):
     base: Parameters
     client_state: ClientState
     merged: WasMerged
+
+
+def record_release(parts: ClientParts, assignment: fleet_pb2.Assignment, item: ReleasedItem) -> None:
+    """Note in the record what is sent next.
+
+    Raises `AssignmentFailedError` if the record cannot be written: then it must not be sent.
+    """
+    release = released.ReleasedLine(
+        **structs.asdict(item),
+        time=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
+        job_id=assignment.job_id,
+        job=assignment.job_name,
+        round=assignment.round,
+        attempt=assignment.attempt,
+        trainer=assignment.trainer,
+    )
+    try:
+        parts.record.add(release)
+    except OSError as exc:
+        raise AssignmentFailedError(
+            model_pb2.REASON_TRANSFER_FAILED,
+            f"the client's record of what leaves it cannot be written: {exc.strerror or exc}; nothing was sent",
+        ) from exc
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,23 +137,50 @@ class AssignedWork:
             result = function(parts.trainers.make_task(assignment, working, client_state, control))
         return Trained(result, base, client_state, merged)
 
-    def send(self, request: fleet_pb2.ReportRequest, content: Outgoing, client_state: ClientState) -> None:
-        """Upload the update of a training, or put a small one into its report.
+    def send(
+        self,
+        request: fleet_pb2.ReportRequest,
+        content: Outgoing,
+        client_state: ClientState,
+        protection: Protection = PLAIN,
+    ) -> None:
+        """Upload the update of a training, or put a small one into its report; note it in the record before.
 
         The client state is stored afterwards, with the digest, which may not be known before; and before the report.
         """
         self.control.trained = True
+        is_streamed = bool(content.upload_id)  # its digest is computed while it is sent
+        digest, size_bytes = "" if is_streamed else content.digest, content.size_bytes
+        self.record(
+            ReleasedItem(
+                content="update",
+                size_bytes=size_bytes,
+                digest=digest,
+                num_examples=request.num_examples,
+                metrics=dict(request.metrics),
+                protection=protection,
+            )
+        )
         with self.span("upload"):
-            if content.size_bytes > self.options.inline_limit_bytes:
+            if size_bytes > self.options.inline_limit_bytes:
                 self._upload(content)
             else:
                 request.update = content.to_bytes()
+        if is_streamed:
+            self.record(ReleasedItem(content="digest", digest=content.digest))
         request.digest, request.upload_id = content.digest, content.upload_id
         report = SentReport(self.assignment.token, content.digest)
         stage_client_state(self.parts.client_states, self.assignment.job_id, report, client_state, self.control)
 
+    def record(self, item: ReleasedItem) -> None:
+        """Note in the record what is sent next: see `record_release`."""
+        record_release(self.parts, self.assignment, item)
+
     def report(self, request: fleet_pb2.ReportRequest, content: Outgoing | None = None) -> CheckInResult:
         """Report until the server answers; repeating a report is harmless. `content` is the update, if it has one."""
+        if content is None:
+            found = dict(request.metrics)
+            self.record(ReleasedItem(content="metrics", num_examples=request.num_examples, metrics=found))
         with self.span("report"):
             return self._report(request, content)
 
@@ -269,7 +326,7 @@ class AssignmentWorker:
             return heartbeat.CheckInResult(failed=False, left=True)
         except KeyboardInterrupt:
             parts.stop.set(cancellation.client_stopped())
-            self._fail(assignment.token, cancellation.client_stopped(), control)
+            self._fail(assignment, cancellation.client_stopped(), control)
             raise
         assert stop is not None  # only a signal that is set raises Cancelled
         fields["reason"] = cancellation.reason_name(stop.reason)
@@ -278,7 +335,7 @@ class AssignmentWorker:
             return heartbeat.CheckInResult(failed=stop.reason == model_pb2.REASON_REJECTED_MESSAGE, retry=stop.retry)
         _logger.warning("The task failed (%s): %s", name, stop.text, extra=fields)
         if stop.reason not in _DEADLINES:  # the server's deadline has passed already
-            self._fail(assignment.token, stop, control)
+            self._fail(assignment, stop, control)
         return heartbeat.CheckInResult(failed=True)
 
     def give_back(self, assignment: fleet_pb2.Assignment | None) -> None:
@@ -286,12 +343,19 @@ class AssignmentWorker:
         if assignment is not None:
             heartbeat.report_failure(self.parts.connection, assignment.token, cancellation.client_stopped())
 
-    def _fail(self, token: str, stop: cancellation.Stop, control: task.Control) -> None:
-        """Report a failure, unless the server knows it; best effort."""
-        parts = self.parts
+    def _fail(self, assignment: fleet_pb2.Assignment, stop: cancellation.Stop, control: task.Control) -> None:
+        """Report a failure, unless the server knows it; best effort. Its text may have something of the data."""
+        if control.is_given_back:
+            return
+        parts, text = self.parts, stop.text.encode()
+        try:
+            digest = hashlib.sha256(text).hexdigest()
+            record_release(parts, assignment, ReleasedItem(content="failure", size_bytes=len(text), digest=digest))
+        except heartbeat.AssignmentFailedError as exc:
+            stop = dataclasses.replace(stop, text=str(exc))
         backoff = Backoff(parts.options)
         for _ in range(_FAIL_ATTEMPTS):
-            if control.is_given_back or heartbeat.report_failure(parts.connection, token, stop):
+            if control.is_given_back or heartbeat.report_failure(parts.connection, assignment.token, stop):
                 return
             if parts.options.wait(parts.stop, backoff.next_s()):
                 return

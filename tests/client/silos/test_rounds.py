@@ -9,6 +9,8 @@ import pytest
 
 from fedplat.gossip.mixing import add_parts, find_largest, quantize_share, read_integer_mean
 from fedplat.model import Parameters, Vector
+from fedplat_client._state import released
+from fedplat_client._state.released import Protection, ReleasedLine
 from support import silo_fleet
 from support.silo_fleet import SiloFleet, gossip_job, initial_model, move, simulate
 
@@ -33,6 +35,14 @@ def check_secrecy(fleet: SiloFleet, models: list[Vector]) -> None:
         assert find_bytes(fleet.folder / "server", model[:4].tobytes()) == []
 
 
+def read_records(fleet: SiloFleet, num_silos: int) -> list[list[ReleasedLine]]:
+    """What each silo has noted of what has left it."""
+    paths = list(fleet.folder.rglob("released.jsonl"))
+    assert len(paths) == num_silos
+    assert all(not released.verify(path).wrong for path in paths)
+    return [list(released.read(path)) for path in paths]
+
+
 FAST = {("neighbours", "both"), ("push-sum", "relay"), ("topk", "relay"), ("topk", "ports")}
 CASES = [
     pytest.param(mode, way, marks=[] if (mode, way) in FAST else [pytest.mark.slow]) for mode in MODES for way in WAYS
@@ -53,6 +63,10 @@ async def test_silos_mix_as_simulated_ones_do(tmp_path: Path, mode: str, way: st
         assert mean["steps"].tolist() == [3]  # the initial model's; each silo keeps its own
         assert [silo.steps[2] for silo in fleet.silos] == [3 + silo.number for silo in fleet.silos]
         check_secrecy(fleet, [silo.models[2] for silo in fleet.silos])
+        for lines in read_records(fleet, num_silos=4):
+            assert {"announcement", "model"} <= {each.content for each in lines}
+            assert all(each.receiver.startswith("c-") for each in lines if each.content == "model")
+            assert all(each.digest and each.size_bytes for each in lines if each.content == "model")
 
 
 def average(models: list[Vector]) -> Vector:
@@ -77,6 +91,9 @@ async def test_rings_average_models(tmp_path: Path, way: str) -> None:
             mean = average(trained)
         np.testing.assert_array_equal(Parameters.from_bytes(await fleet.exported(job))["weight"], mean)
         check_secrecy(fleet, trained)
+        for lines in read_records(fleet, num_silos=4):
+            rings = [each.protection for each in lines if each.content == "ring"]
+            assert rings == [Protection(masked=True, min_clients=4)] * rounds
         if way != "ports":
             return
         expected = rounds * 2 * 3 / 4 * 4 * size

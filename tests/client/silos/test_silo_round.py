@@ -36,6 +36,7 @@ from fedplat_client._protocols.gossip.calls import SiloCalls
 from fedplat_client._protocols.gossip.model import SiloModel
 from fedplat_client._protocols.gossip.network import PeerNetwork, RemoteFile
 from fedplat_client._protocols.gossip.silo_round import RoundWork, SiloRound
+from fedplat_client._state.released import ReleasedItem
 from fedplat_client._state.silo_store import RelaySecret, SiloFolder
 from fedplat_client._work.heartbeat import AssignmentFailedError, StepCalls
 from fedplat_client.task import Control
@@ -57,6 +58,7 @@ class Place:
     exchange: str = "neighbours"
     codec: Any = None
     exported: list[bytes] = dataclasses.field(default_factory=list[bytes])
+    recorded: list[ReleasedItem] = dataclasses.field(default_factory=list[ReleasedItem])
 
     def __post_init__(self) -> None:
         path = self.silo.folder / "job"
@@ -77,6 +79,7 @@ class Place:
             sign=self.silo.enrolled.sign,
             draw=os.urandom,
             export=self._export,
+            record=self.recorded.append,
         )
         control = Control(training_timeout_s=60.0, options=options)
         calls = SiloCalls(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 import fedplat
 from fedplat.cli import formats, jobs
+from fedplat.job import digest_job, parse_job
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2, model_pb2
 from support.cli.commands import Run, parsed
@@ -313,14 +315,17 @@ def test_job_watch_exits_as_the_job_ended(
 def test_job_check_needs_no_server(run: Run, job_file: str):
     result = run("--server", "nobody.invalid:1", "job", "check", job_file)
     assert result.exit_code == 0
+    digest = digest_job(parse_job(Path(job_file).read_text()), hashlib.sha256(MODEL.to_bytes()).hexdigest())
     assert result.stdout == (
         f"{job_file} is a valid job: digits, 3 rounds for population demo, 11 clients assigned and 8 reports needed "
         f"in each; its model has 1 tensor ({len(MODEL.to_bytes())} B)\n"
+        f"digest of the file and the model: {digest}\n"
     )
     record = parsed(run("job", "check", job_file, "--json"))
     assert record["valid"] is True
     assert record["num_tensors"] == 1
     assert record["warnings"] == []
+    assert record["digest"] == digest
 
 
 @pytest.mark.parametrize(

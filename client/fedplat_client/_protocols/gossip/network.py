@@ -292,6 +292,30 @@ class Offers(Protocol):
         """End all."""
 
 
+class RecordedOffers:
+    """Files that other silos may have once the record of what leaves the client names them.
+
+    `record` notes one, and raises if it cannot.
+    """
+
+    def __init__(self, inner: Offers, record: Callable[[Delivery], None]) -> None:
+        self._inner = inner
+        self._record = record
+        self._recorded = set[tuple[str, str]]()
+
+    def update(self, deliveries: Iterable[Delivery]) -> None:
+        """Replace the files, of which new ones are noted before."""
+        wanted = {each.key: each for each in deliveries}
+        for key in wanted.keys() - self._recorded:
+            self._record(wanted[key])
+            self._recorded.add(key)
+        self._inner.update(wanted.values())
+
+    def close(self) -> None:
+        """End all."""
+        self._inner.close()
+
+
 class PortOffers:
     """Files that the silo offers at its port."""
 

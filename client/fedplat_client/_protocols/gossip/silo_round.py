@@ -18,6 +18,7 @@ from fedplat_client._protocols.gossip.calls import PhaseWatch, SiloCalls, limit_
 from fedplat_client._protocols.gossip.fetching import BrokenRingError, Fetched, RingRun, fetch_models
 from fedplat_client._protocols.gossip.model import SiloModel
 from fedplat_client._protocols.gossip.network import Delivery, Offers, PeerNetwork, RemoteFile
+from fedplat_client._state.released import Protection, ReleasedItem
 from fedplat_client._state.silo_store import PendingMean
 from fedplat_client._work.heartbeat import AssignmentFailedError
 from fedplat_client.backoff import Backoff
@@ -34,7 +35,8 @@ _logger = logging.getLogger(__name__)
 class RoundWork:
     """What the worker does for a round. `train` makes the silo's model a trained one, `prepare` ready for neighbours.
 
-    `sign` signs with the key with which the client is enrolled, `export` stores a job's mean for its owner.
+    `sign` signs with the key with which the client is enrolled, `export` stores a job's mean for its owner, and
+    `record` notes what is sent next (`AssignedWork.record`).
     """
 
     job_id: str
@@ -45,6 +47,7 @@ class RoundWork:
     sign: Callable[[bytes], bytes]
     draw: Callable[[int], bytes]
     export: Callable[[Path], Path]
+    record: Callable[[ReleasedItem], None]
 
 
 class SiloRound:
@@ -144,6 +147,10 @@ class SiloRound:
             relay_signature=own.key.signature,
         )
         metrics = dict(itertools.islice(state.metrics.items(), _MAX_METRICS))
+        said = ReleasedItem(
+            content="announcement", digest=announcement.digest, num_examples=state.num_examples, metrics=metrics
+        )
+        self._work.record(said)
         sent, received = state.said_bytes
         return steps.Announce(announcement, metrics | {"sent_bytes": float(sent), "received_bytes": float(received)})
 
@@ -200,6 +207,8 @@ class SiloRound:
         key = self._ring_keys.pop(ring.attempt, None)  # for one ring only
         if key is None:
             return self._calls.take(steps.Broken(ring.attempt, own, 0))
+        masks = Protection(masked=self._model.is_ring, min_clients=len(ring.members))
+        self._work.record(ReleasedItem(content="ring", size_bytes=self._model.mean_bytes, protection=masks))
         with PhaseWatch(self._calls, step) as watch:
             try:
                 run = RingRun(

@@ -22,8 +22,17 @@ from fedplat.wire.messages import to_record
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client._protocols.gossip import model, silo_round
 from fedplat_client._protocols.gossip.calls import SiloCalls
-from fedplat_client._protocols.gossip.network import ByteCounter, Offers, PeerNetwork, PortOffers, RelayOffers
+from fedplat_client._protocols.gossip.network import (
+    ByteCounter,
+    Delivery,
+    Offers,
+    PeerNetwork,
+    PortOffers,
+    RecordedOffers,
+    RelayOffers,
+)
 from fedplat_client._state import silo_store, two_phase
+from fedplat_client._state.released import ReleasedItem
 from fedplat_client._work import training
 from fedplat_client._work.heartbeat import AssignmentFailedError, CheckInResult, StepCalls
 from fedplat_client._work.peers.fetch import PeerFetcher
@@ -121,6 +130,7 @@ class _Part:
         self._setup = setup
         self._control = work.control
         self._span = work.span
+        self._record = work.record
         self._trainer = work.parts.trainers.find_trainer(assignment.trainer)
         codec = self._make_codec()
         with work.span("download"):
@@ -142,6 +152,7 @@ class _Part:
             sign=self._client.key.sign,
             draw=os.urandom,
             export=lambda path: parts.store.export(assignment.job_id, path),
+            record=self._record,
         )
         calls = SiloCalls(StepCalls(self._client.connection, assignment.token, self._control), self._progress)
         with contextlib.ExitStack() as stack:
@@ -154,8 +165,13 @@ class _Part:
                 stack.callback(means.close)
             else:
                 means = port_means
+            recorded = (RecordedOffers(each, self._record_file) for each in (models, means))
             with self._span("exchange"):
-                silo_round.SiloRound(work, self._model, network, calls, models, means).run()
+                silo_round.SiloRound(work, self._model, network, calls, *recorded).run()
+
+    def _record_file(self, delivery: Delivery) -> None:
+        size_bytes, receiver = delivery.path.stat().st_size, delivery.receiver.silo
+        self._record(ReleasedItem(content="model", receiver=receiver, size_bytes=size_bytes, digest=delivery.digest))
 
     def describe(self) -> dict[str, object]:
         """Return what the silo has done, as fields of the log."""

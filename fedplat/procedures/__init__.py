@@ -1,0 +1,34 @@
+"""Procedures: programs that ask all sites for exact sums, compute, and ask again (docs/procedures.md).
+
+Read in this order: `sums.py` has the replies, integers with declared bounds and steps, and their sums; `contract.py`
+what a procedure is; `tables.py` what it reads at a site. `means.py` is the first procedure, and `runs.py` runs one over
+tables of this process. The core is pure: no clock, socket or file.
+"""
+
+from __future__ import annotations
+
+from fedplat.errors import ProcedureError
+from fedplat.procedures.contract import Finished, Json, Procedure, ReplyDisclosure, Step
+from fedplat.procedures.means import Means, NumericColumn
+from fedplat.procedures.runs import ProcedureResult, run
+from fedplat.procedures.sums import ExactSum, ReplySchema, ReplyTensor, ReplyTotals
+from fedplat.procedures.tables import ColumnFrame, SiteTable
+
+__all__ = [
+    "ColumnFrame",
+    "ExactSum",
+    "Finished",
+    "Json",
+    "Means",
+    "NumericColumn",
+    "Procedure",
+    "ProcedureError",
+    "ProcedureResult",
+    "ReplyDisclosure",
+    "ReplySchema",
+    "ReplyTensor",
+    "ReplyTotals",
+    "SiteTable",
+    "Step",
+    "run",
+]

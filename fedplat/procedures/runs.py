@@ -1,0 +1,59 @@
+"""A procedure over tables of this process, as in a notebook: the same steps and sums as with real sites."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+import msgspec
+from msgspec import Struct
+
+from fedplat import texts
+from fedplat.errors import ProcedureError
+from fedplat.procedures.contract import Finished, Json, Procedure
+from fedplat.procedures.sums import ExactSum
+from fedplat.procedures.tables import ColumnFrame, SiteTable
+
+MAX_STEPS = 10_000
+
+
+class ProcedureResult(Struct, frozen=True):
+    """The result of a procedure, and how it was made."""
+
+    sites: int
+    steps: int
+    result: dict[str, Json]
+    files: dict[str, bytes] = {}
+
+    def to_json(self) -> bytes:
+        """Return all but the files as JSON; equal results have equal bytes."""
+        return msgspec.json.encode({"sites": self.sites, "steps": self.steps, "result": self.result})
+
+
+def run(procedure: Procedure, frames: Mapping[str, ColumnFrame], *, max_steps: int = MAX_STEPS) -> ProcedureResult:
+    """Run a procedure over the table of each site, by its name; no guarantee of privacy applies within one process.
+
+    >>> columns = {"age": NumericColumn(low=0, high=120, resolution=1)}
+    >>> run(Means(columns, min_rows=2), {"a": {"age": [41, 67]}, "b": {"age": [55]}}).result["columns"]["age"]["mean"]
+    54.333333333333336
+
+    Raises `ProcedureError` for a table that does not fit, with the name of its site, and if the procedure has not ended
+    after `max_steps` questions.
+    """
+    if not isinstance(cast(object, frames), Mapping) or not frames:
+        raise ProcedureError('expected the table of each site by its name, such as {"north": frame, "south": frame}')
+    step = procedure.begin()
+    for number in range(1, max_steps + 1):
+        schema = procedure.schema(step.message)
+        schema.check_sites(len(frames))
+        total = ExactSum(schema)
+        for name, frame in frames.items():
+            try:
+                total.add(schema.encode(procedure.answer(step.message, SiteTable(frame))))
+            except ProcedureError as exc:
+                raise ProcedureError(f"site {texts.quote(str(name))}: {exc}") from exc
+        outcome = procedure.advance(step.state, total.totals)
+        if isinstance(outcome, Finished):
+            return ProcedureResult(len(frames), number, outcome.result, outcome.files)
+        step = outcome
+    raise ProcedureError(f"the procedure has not ended after {max_steps:,} steps; expected a result before")
