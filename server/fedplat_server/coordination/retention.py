@@ -131,11 +131,10 @@ class RetentionTask:
         await self._remove_history(job)
         retained = find_retained_versions(job, is_low=self._is_low())
         while not self._is_closing and (found := await self._store.retention.list_removable(job_id, retained)):
-            with self._blobs.sweep() as sweep:
-                # Once the rows are stored, whatever the database answers, the versions are not found again.
-                with self._keeping(_digests({job_id: found})):
-                    unreferenced = await self._store.retention.mark_removed(job_id, found)
-                    size_bytes = await asyncio.to_thread(sweep.remove, unreferenced)
+            # Once the rows are stored, whatever the database answers, the versions are not found again.
+            with self._blobs.sweep() as sweep, self._keeping(_digests({job_id: found})):
+                unreferenced = await self._store.retention.mark_removed(job_id, found)
+                size_bytes = await asyncio.to_thread(sweep.remove, unreferenced)
             models, states = sum(version.model for version in found), sum(version.state for version in found)
             logs.get().debug("old files were removed", job=job_id, models=models, states=states, bytes=size_bytes)
             if len(found) < BATCH:
