@@ -179,6 +179,8 @@ def list_released(limit: int | None, form: str | None, verify: bool, **options: 
             releases.verify(path)
         else:
             releases.show(path, form or "table", limit)
+    except BrokenPipeError:
+        raise  # of the reader of what is printed, such as `head`; click ends
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise click.ClickException(log.make_printable(f"the record {path} cannot be read: {exc}")) from exc
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -241,6 +242,16 @@ def test_the_command_shows_the_record(kept: Path) -> None:
     assert rows[0].startswith("time,content,receiver,job,job_id")
     assert len(rows) == 2
     assert ",'=cmd()" in rows[1]  # a spreadsheet would run it
+
+
+def test_a_reader_may_stop_early(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(click, "echo", fail)
+    result = show(kept, "--json")
+    assert result.exit_code == 1
+    assert "cannot be read" not in result.output
 
 
 def test_the_command_checks_the_record(kept: Path) -> None:
