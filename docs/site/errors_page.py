@@ -21,9 +21,9 @@ HEAD = """\
 
 This page is generated from the codes and reasons of the source (`python docs/site/errors_page.py`). A refused call
 has a *code*. The message of a command ends with it, such as `(docs: E-REVOKED)`; programs find it without `E-` as
-`ServerRefusedError.code`, as the trailing metadata `fedplat-code`, and in the log of the server. An assignment that did not contribute has a *reason*, which `fedplat job assignments JOB` and
-`fedplat job describe JOB` show. What the commands end with are the [exit
-statuses](operations.md#exit-statuses-of-fedplat).
+`ServerRefusedError.code`, as the trailing metadata `fedplat-code`, and in the log of the server. An assignment that
+did not contribute has a *reason*, which `fedplat job assignments JOB` and `fedplat job describe JOB` show. What the
+commands end with are the [exit statuses](operations.md#exit-statuses-of-fedplat).
 
 The message that you have seen may end with a detail, such as the name or the limit that it is about.
 """
