@@ -81,7 +81,7 @@ def _describe(name: str, command: click.Command, level: int) -> Iterator[str]:
 
 
 def _table(rows: list[tuple[str, str, str]]) -> Iterator[str]:
-    """Yield the lines of a table, without the column of variables if no option has one."""
+    """Yield the lines of a table, without the column of variables if it is empty."""
     has_variables = any(variable for _, variable, _ in rows[2:])
     for name, variable, text in rows:
         yield f"| {name} | {variable} | {text} |" if has_variables else f"| {name} | {text} |"

@@ -25,7 +25,17 @@ TESTS = {
         "tests/client/test_transfer.py",
         "tests/core/test_model_file.py",
     ),
-    "simulator": ("tests/core/simulation",),
+    "simulator": (
+        *(
+            f"tests/core/simulation/engines/test_{each}.py"
+            for each in ("auto", "backlog", "contract", "opening", "vmap")
+        ),
+        "tests/core/simulation/test_driver.py",
+        "tests/core/simulation/test_fleet.py",
+        "tests/core/simulation/test_journal.py",
+        "tests/core/simulation/test_no_progress.py",
+        "tests/core/simulation/test_replay.py",
+    ),
 }
 """Tests of what uses `fedplat.system` (locks, downloads, caches, files of models), and those of the simulator."""
 LEFT_OUT = (
