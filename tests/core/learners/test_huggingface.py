@@ -360,7 +360,9 @@ def test_a_silo_with_another_tokenizer_is_refused_before_training() -> None:
         with pytest.raises(ModelError, match=message):
             trainer(make_task(config={"tokenizer_sha256": stated}))
     assert made == []
-    with pytest.raises(ModelError, match=r"this client does not name its tokenizer; expected a trainer with tok"):
+    with pytest.raises(
+        ModelError, match=r"the trainer here does not name the tokenizer of its data; expected one with tok"
+    ):
         make_trainer()(make_task(config={"tokenizer_sha256": digest}))
     with pytest.raises(ModelError, match="the tokenizer is a dict; expected one of transformers or of the package"):
         make_trainer(tokenizer={})(make_task())
