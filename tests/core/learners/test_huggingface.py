@@ -194,8 +194,9 @@ def test_a_model_that_is_named_after_its_head_is_scored_by_the_next_token() -> N
 
 def test_a_stop_ends_the_run_within_a_batch_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    trainer, seen = make_trainer(), []
-    expected = trainer(make_task()).parameters
+    trainer, seen, whole = make_trainer(), [], make_task()
+    expected = trainer(whole).parameters
+    assert whole.control.fraction == 1.0
 
     class Stopping(language.Text):
         def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
@@ -213,6 +214,7 @@ def test_a_stop_ends_the_run_within_a_batch_and_leaves_nothing(tmp_path: Path, m
     with pytest.raises(Cancelled):
         trainer(stopped)
     assert len(seen) < 40  # of 400
+    assert 0.0 < stopped.control.fraction < 0.1
     assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before  # type: ignore[index]
     assert list(tmp_path.iterdir()) == []
     object.__setattr__(trainer, "data", DATA)
