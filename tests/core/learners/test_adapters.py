@@ -195,7 +195,7 @@ def make_tied() -> Any:
 
 
 def test_diloco_of_a_model_with_tied_weights_is_that_of_torch() -> None:
-    """Each worker's AdamW goes on, and SGD with Nesterov's momentum takes the mean movement as its gradient."""
+    """Each worker's AdamW continues, and SGD with Nesterov's momentum takes the mean movement as its gradient."""
     num_workers, num_rounds, num_steps, rate = 4, 4, 3, 1e-3
     inner: dict[str, Any] = {"optimizer": "adamw", "learning_rate": rate, "weight_decay": 0.1, "keep_optimizer": True}
     text = write_job(
