@@ -17,6 +17,21 @@ Scalar = bool | int | float | str
 Count = Annotated[int, Meta(ge=1, le=1_000_000_000)]
 
 
+class Pins(msgspec.Struct, frozen=True, kw_only=True):
+    """The digests, from a job's `[config]`, of what all participants have themselves; "" for what it does not state."""
+
+    base_sha256: str = ""
+    tokenizer_sha256: str = ""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Scalar]) -> Pins:
+        """Return the digests that a job states."""
+        return cls(**{name: str(config.get(name, "")) for name in cls.__struct_fields__})
+
+
+NO_PINS = Pins()
+
+
 class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The options of a client's training. Raises `ValueError` for a value out of its range.
 

@@ -3,11 +3,12 @@
     python benchmarks/papers/diloco.py
     python benchmarks/papers/diloco.py --quick
 
-A GPT-2 of 124,672 random parameters learns Shakespeare's plays as bytes, in rows of 64, with AdamW. Four workers have
-a quarter of the rows each, and make 16 rounds of H = 50 steps with 8 rows each; their moments stay with them. The outer
-optimizer is the paper's: Nesterov's momentum 0.9 with a learning rate of 0.7. Synchronous training, in which the four
-add up their gradients in each of 800 steps, is that of one worker with batches of 32 rows. The paper trains 150 million
-parameters on C4 for 88,000 steps, 24,000 of them before the workers separate.
+A GPT-2 of 124,672 random parameters learns Shakespeare's plays as bytes, in rows of 64, with AdamW, whose rate rises
+over the first 100 steps. Four workers have a quarter of the rows each, and make 16 rounds of H = 50 steps with 8 rows
+each; their moments stay with them. The outer optimizer is the paper's: Nesterov's momentum 0.9 with a learning rate of
+0.7. Synchronous training, in which the four add up their gradients in each of 800 steps, is that of one worker with
+batches of 32 rows. The paper trains 150 million parameters on C4 for 88,000 steps, 24,000 of them before the workers
+separate.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 
 from reproduction import Cell, Log, Paper, Value, format_runs, main, play
 
-WORKERS, ROUNDS, STEPS, BATCH = 4, 16, 50, 8
+WORKERS, ROUNDS, STEPS, BATCH, WARM_UP = 4, 16, 50, 8, 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +56,14 @@ rounds = {ROUNDS}
 [model]
 initial = "tiny_language_models.py:make_gpt2"
 [config]
-epochs = 1
 max_steps = {STEPS}
 batch_size = {method.batch}
-optimizer = "adamw"
 keep_optimizer = true
 learning_rate = 3e-3
 weight_decay = 0.1
+schedule = "job"
+lr_scheduler_type = "constant_with_warmup"
+warmup_steps = {WARM_UP}
 [selection]
 goal = {method.workers}
 over_selection = 1.0
@@ -81,6 +83,9 @@ call = "tiny_language_models.py:read_plays"
 [simulation.partition]
 scheme = "iid"
 clients = {method.workers}
+[simulation.model]
+learner = "huggingface"
+module = "tiny_language_models.py:make_gpt2"
 """
         yield Cell(name=name, settings=settings, quick=("rounds=1", "config.max_steps=1"))
 

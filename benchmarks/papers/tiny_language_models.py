@@ -102,10 +102,14 @@ def federate(first: int = 0, count: int = NUM_SPEAKERS, pooled: bool = False) ->
 
 
 def read_plays() -> Dataset:
-    """Return all lines, of which the last tenth is the central test data."""
+    """Return all lines, of which the last tenth is the central test data, for models that shift the labels themselves.
+
+    Rows have one token more, which is only predicted, and is the first of the next row.
+    """
     inputs, targets = cut(b"\n\n".join(read_speakers().values()))
-    end = round((1 - TEST_FRACTION) * len(inputs))
-    return Dataset(inputs[:end], targets[:end], inputs[end:], targets[end:])
+    rows = np.concatenate([inputs, targets[:, -1:]], axis=1)
+    end = round((1 - TEST_FRACTION) * len(rows))
+    return Dataset(rows[:end], rows[:end], rows[end:], rows[end:])
 
 
 def make_llama() -> Any:
@@ -118,7 +122,7 @@ def make_llama() -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
-def make_gpt2() -> Logits:
+def make_gpt2() -> Any:
     """Return a random GPT-2 of 124,672 parameters, without dropout."""
     transformers, _ = _load()
     without = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -133,7 +137,7 @@ def make_gpt2() -> Logits:
         bos_token_id=1,
         eos_token_id=1,
     )
-    return Logits(transformers.GPT2LMHeadModel(config))
+    return transformers.GPT2LMHeadModel(config)
 
 
 def make_adapted() -> Logits:

@@ -52,7 +52,7 @@ class ClientOptions:
     The codecs' residuals may take the same size again, and so may the client states, and the models of decentralised
     jobs besides the current one."""
     max_model_bytes: int = 32 * 2**30
-    """Largest model that is downloaded; a larger one fails the assignment (`TRANSFER_FAILED`)."""
+    """Largest model that is accepted; a larger one fails the assignment (`TRANSFER_FAILED`)."""
     transport: str = transport.AUTO
     """`"grpc"`; `"http"` for HTTP/1.1, in networks that let no gRPC through; or `"auto"`: gRPC, and HTTP/1.1 where
     the server answers over HTTP/1.1 only."""

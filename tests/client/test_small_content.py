@@ -63,3 +63,21 @@ def test_a_small_model_comes_with_its_assignment(
     (failure,) = fleet.requests["Fail"]
     assert failure.reason == model_pb2.REASON_TRANSFER_FAILED
     assert model.digest in failure.text
+
+
+def test_also_a_small_model_that_is_larger_than_the_client_takes_is_refused(
+    fleet: FakeFleet, base: Parameters, model: model_pb2.ModelRef, make_client: MakeClient
+) -> None:
+    """As the adapters of a language model may be, which come with the assignment."""
+    fleet.assign(model, model_bytes=base.to_bytes())
+    client = make_client(max_model_bytes=model.size_bytes - 1)
+
+    @client.trainer("digits")
+    def train(task: Task) -> TrainResult:
+        raise AssertionError("it was trained")
+
+    client.run(max_tasks=1)
+
+    (failure,) = fleet.requests["Fail"]
+    assert failure.reason == model_pb2.REASON_TRANSFER_FAILED
+    assert f"has {model.size_bytes} bytes; this client accepts at most {model.size_bytes - 1}" in failure.text

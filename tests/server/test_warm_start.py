@@ -41,10 +41,10 @@ async def warm_version(site: Site, job: str) -> str:
     return (await site.operator.versions(job))[1].model.digest
 
 
-async def failure(site: Site, trainer: str, **options: object) -> str:
+async def failure(site: Site, trainer: str, more: str = "", **options: object) -> str:
     """Why a job failed."""
     table = learning("warm_start", trainer, **options)
-    job = await site.operator.start(job_file(trainer, more=table + ONCE))
+    job = await site.operator.start(job_file(trainer, more=table + ONCE + more))
     return (await site.operator.until(job, "job", "FAILED")).reason
 
 
@@ -106,6 +106,8 @@ async def failures(site: Site) -> None:
     assert "weight" in await failure(site, "other")
     assert "lower learning_rate" in await failure(site, "explodes")
     assert "RuntimeError: no luck today" in await failure(site, "raises")
+    pinned = f'tokenizer_sha256 = "{"0" * 64}"'
+    assert f"config.{pinned}: the trainer here does not name" in await failure(site, "public", f"[config]\n{pinned}\n")
 
 
 async def stepped(site: Site, more: str = "", initial: Parameters | None = None, **options: object) -> list[Parameters]:

@@ -27,11 +27,10 @@ def make_llama(seed: int = 0) -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
-def make_gpt2(seed: int = 0, width: int = 32) -> Any:
+def make_gpt2(seed: int = 0, width: int = 32, num_tokens: int = NUM_TOKENS, num_positions: int = 64) -> Any:
     """Return a GPT-2 of 2 layers, whose layers store their weights transposed and whose embeddings are tied."""
-    config = transformers.GPT2Config(
-        n_embd=width, n_layer=2, n_head=2, vocab_size=NUM_TOKENS, n_positions=64, use_cache=False, bos_token_id=1
-    )
+    sizes = {"n_embd": width, "vocab_size": num_tokens, "n_positions": num_positions}
+    config = transformers.GPT2Config(**sizes, n_layer=2, n_head=2, use_cache=False, bos_token_id=1)  # type: ignore[arg-type]
     torch.manual_seed(seed)
     return transformers.GPT2LMHeadModel(config)
 

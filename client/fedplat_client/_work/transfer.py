@@ -253,6 +253,12 @@ class Downloader:
         Raises `TransferError`, `ModelError`, `OSError`, `IdentityError`, or `Cancelled` if the task is stopped.
         """
         model = assignment.model
+        size_bytes = max(model.size_bytes, len(assignment.model_bytes))
+        if size_bytes > self.max_model_bytes:
+            raise errors.TransferError(
+                f"the server's model has {size_bytes} bytes; this client accepts at most {self.max_model_bytes}. Raise "
+                "max_model_bytes to train larger models"
+            )
         if assignment.model_bytes:
             base = decode_model(model, assignment.model_bytes)
             return DownloadedModel(base, base.copy())
@@ -281,11 +287,6 @@ class Downloader:
     def _download_full(self, assignment: fleet_pb2.Assignment, control: Control) -> DownloadedModel:
         """Download the model; one that exceeds the cache limit, or is used once, is not kept."""
         model = assignment.model
-        if model.size_bytes > self.max_model_bytes:
-            raise errors.TransferError(
-                f"the server's model has {model.size_bytes} bytes; this client accepts at most "
-                f"{self.max_model_bytes}. Raise max_model_bytes to train larger models"
-            )
         self.cache.recycle(assignment.job_id, model.digest, model.size_bytes)
         is_kept = self.cache.make_room(model.size_bytes, model.digest)
         checked = model.blake3 if digests.is_digest(model.blake3) and digests.has_blake3() else ""

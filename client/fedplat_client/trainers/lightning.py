@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from fedplat import errors, extras
+from fedplat.local_options import Pins
 from fedplat_client.task import EvaluateResult, Task, TrainResult
 from fedplat_client.trainers.learner import Seed, train
 
@@ -73,7 +74,7 @@ class LightningTrainer:
 
     def _check(self, task: Task) -> LightningLearner:
         """Return the learner. Raises `ModelError` unless the job states its base, and the tokenizer of its data."""
-        check_tokenizer(self.tokenizer, str(task.config.get("tokenizer_sha256", "")))
+        check_tokenizer(self.tokenizer, Pins.from_config(task.config).tokenizer_sha256)
         self._learner.require_base(task.config)
         return self._learner
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 
 from fedplat import errors, extras
+from fedplat.local_options import Pins
 from fedplat.metrics import Metric
 from fedplat.parallel import Parallel
 from fedplat_client._state.privacy_ledger import PrivacyLimit
@@ -221,13 +222,15 @@ class TorchTrainer:
         self, task: Task, strategy: TrainingStrategy, precision: Precision = "fp32"
     ) -> Generator[tuple[training.Trainee, training.Examples]]:
         """Give the block a module that no other task uses, and the examples."""
-        base_sha256 = str(task.config.get("base_sha256", ""))
-        check_tokenizer(self.tokenizer, str(task.config.get("tokenizer_sha256", "")))
+        pins = Pins.from_config(task.config)
+        check_tokenizer(self.tokenizer, pins.tokenizer_sha256)
         with ExitStack() as borrowed:
 
             def make() -> tuple[training.Trainee, training.Examples]:
                 trainee = borrowed.enter_context(
-                    self._idle.borrow(lambda: strategy.make_trainee(self._learner, self.seed, precision), base_sha256)
+                    self._idle.borrow(
+                        lambda: strategy.make_trainee(self._learner, self.seed, precision), pins.base_sha256
+                    )
                 )
                 examples = self._examples(task, strategy.device)
                 strategy.check(trainee, len(examples))

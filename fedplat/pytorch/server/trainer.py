@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from fedplat import client_state, errors, texts
 from fedplat.config.decoding import prepare_type
 from fedplat.job.tables import ServerLearning
+from fedplat.local_options import NO_PINS, Pins
 from fedplat.metrics import Metric
 from fedplat.model import Parameters
 from fedplat.parallel import Parallel
@@ -24,6 +25,7 @@ from fedplat.pytorch.parallel import ParallelPlan, ParallelTrainee, evaluate_par
 from fedplat.pytorch.parallel.apply import Layout, make_layout, make_mesh
 from fedplat.pytorch.parallel.parts import sum_scores
 from fedplat.pytorch.training import Examples, Sums, Trainee, evaluate_batches, iterate_batches
+from fedplat.pytorch.training.tokenizers import check_tokenizer
 
 Data: TypeAlias = Dataset[Any] | Callable[[], Dataset[Any]]
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter], ServerLearning], torch.optim.Optimizer]
@@ -53,6 +55,9 @@ class ServerTrainer:
     share: training.Share = "all"
     """With "trained" the model has only what training changes, see `fedplat.pytorch.training.Learner`; jobs state the
     SHA-256 of all other tensors, which each rank has itself. Not with `[pool.parallel]`."""
+    tokenizer: Any = None
+    """The tokenizer of the data of a language model, whose digest (`fedplat.pytorch.huggingface.tokenizer_sha256`) jobs
+    then state in their `[config]`; the same on every rank."""
     optimizer: MakeOptimizer | None = None
     """Creates an optimizer to replace SGD, from the parameters and the job's table; its learning rates are scaled. In a
     layout the parameters are this rank's own, mostly `DTensor`s, and its state has to have their shapes."""
@@ -137,21 +142,22 @@ def evaluate(
     parameters: Parameters,
     batch_size: int = _BATCH_SIZE,
     parallel: Parallel | None = None,
-    base_sha256: str = "",
+    pins: Pins = NO_PINS,
 ) -> dict[str, float]:
     """Return `loss`, `accuracy` for classification, and the trainer's metrics of a model on its held-out examples.
 
     Every rank calls it with the same arguments, computes every n-th batch of n ranks, and gets the result. With
-    `parallel` and enough ranks, they divide the model instead, and those that are too many get an empty result. The job
-    states the base of a module that shares what is trained. Raises `TrainingError` on all of them alike.
+    `parallel` and enough ranks, they divide the model instead, and those that are too many get an empty result. `pins`
+    are the digests that the job states. Raises `TrainingError` on all of them alike.
     """
     if parallel is not None and ranks.size >= parallel.num_ranks:
         layout = find_layout(ranks, parallel)
-        return {} if layout is None else _evaluate_in_layout(layout, trainer, parameters, batch_size)
+        return {} if layout is None else _evaluate_in_layout(layout, trainer, parameters, batch_size, pins)
 
     def build() -> tuple[Trainee, Examples]:
+        check_tokenizer(trainer.tokenizer, pins.tokenizer_sha256)
         trainee = Trainee(trainer.learner, ranks.device)
-        training.check_base(trainee.base, base_sha256, is_required=True)
+        training.check_base(trainee.base, pins.base_sha256, is_required=True)
         trainee.load(parameters, client_state.ClientState())
         return trainee, _load_held_out(trainer, ranks)
 
@@ -161,11 +167,12 @@ def evaluate(
 
 
 def _evaluate_in_layout(
-    layout: Layout, trainer: ServerTrainer, parameters: Parameters, batch_size: int
+    layout: Layout, trainer: ServerTrainer, parameters: Parameters, batch_size: int, pins: Pins
 ) -> dict[str, float]:
     ranks = layout.ranks
 
     def build() -> tuple[ParallelTrainee, Examples]:
+        check_tokenizer(trainer.tokenizer, pins.tokenizer_sha256)
         trainee = divide_module(trainer, layout)
         trainee.load(parameters, client_state.ClientState())
         return trainee, _load_held_out(trainer, ranks)

@@ -28,6 +28,7 @@ from torch import nn
 from fedplat.client_state import ClientState
 from fedplat.config.decoding import prepare_type
 from fedplat.job.tables import ServerStep, WarmStart
+from fedplat.local_options import NO_PINS, LocalOptions, Pins
 from fedplat.model import Parameters
 from fedplat.parallel import Parallel
 from fedplat.pytorch.distributed import Ranks
@@ -40,7 +41,6 @@ from fedplat.pytorch.training import (
     Examples,
     GradientComputation,
     Indices,
-    LocalOptions,
     Loss,
     Scores,
     StepSchedule,
@@ -52,6 +52,7 @@ from fedplat.pytorch.training import (
 from fedplat.pytorch.training.examples import Batch
 from fedplat.pytorch.training.learner import make_loss
 from fedplat.pytorch.training.stepper import StepAlgorithm, Stepper
+from fedplat.pytorch.training.tokenizers import check_tokenizer
 
 Losses: TypeAlias = npt.NDArray[np.float64]
 
@@ -75,8 +76,8 @@ class TrainingRun:
     """The number of logical ranks, `pool.ranks` of the job."""
     parallel: Parallel | None = None
     """How `num_ranks` ranks divide the model; None: each has the whole model."""
-    base_sha256: str = ""
-    """The base that the job states in its `[config]`, for a trainer with `share` = "trained"."""
+    pins: Pins = NO_PINS
+    """The digests that the job states in its `[config]`: of the base and of the tokenizer of the trainer."""
     round_number: int = 0
     """0 for a warm start; each round draws its examples anew."""
     checkpoints: Path | None = None
@@ -201,12 +202,13 @@ class TrainingLoop:
         return TrainingCurve(losses=progress.losses, num_examples=len(self.examples), profile=profile)
 
     def _build_trainee(self) -> tuple[Trainee, Examples]:
-        seed = self._work.seed
+        seed, pins = self._work.seed, self._work.pins
+        check_tokenizer(self._trainer.tokenizer, pins.tokenizer_sha256)
         if self._layout is not None:
             trainee = divide_module(self._trainer, self._layout, self._work.options.precision, seed)
             return trainee, load_examples(self._trainer.data, self.ranks.device)
         trainee = Trainee(self._trainer.learner, self.ranks.device, seed)
-        check_base(trainee.base, self._work.base_sha256, is_required=True)
+        check_base(trainee.base, pins.base_sha256, is_required=True)
         examples = load_examples(self._trainer.data, self.ranks.device)
         self._data_parallel(0).check(trainee, len(examples))
         if data_parallel.is_hogwild_chosen(self._work.options):

@@ -32,13 +32,13 @@ def tokenizer_sha256(tokenizer: Any) -> str:
 def check_tokenizer(tokenizer: Any, expected: str, *, is_required: bool = True) -> None:
     """Raise `ModelError` unless a tokenizer, or None, is the one whose SHA-256 a job states; "" if it states none.
 
-    A job has to state that of a client with a tokenizer if it `is_required`.
+    A job has to state that of a trainer with a tokenizer if it `is_required`.
     """
     if tokenizer is None:
         if expected:
             raise ModelError(
-                f'config.tokenizer_sha256 = "{expected}": this client does not name its tokenizer; expected a trainer '
-                "with tokenizer=..."
+                f'config.tokenizer_sha256 = "{expected}": the trainer here does not name the tokenizer of its data; '
+                "expected one with tokenizer=..."
             )
         return
     found = tokenizer_sha256(tokenizer)

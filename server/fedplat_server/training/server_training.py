@@ -24,6 +24,7 @@ from fedplat.config import decoding, loaded_plugins
 from fedplat.config.plugins import name_of
 from fedplat.errors import FedplatError
 from fedplat.job import JobSpec, PoolOptions
+from fedplat.local_options import Pins
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import RunWarmStart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
@@ -151,7 +152,7 @@ class ServerTraining:
             checkpoints=str(folder),
             traces=str(self._data_dir / "traces" / job.job_id / "warm_start"),
             plugins=loaded_plugins.select_references(self._plugins, job.plugins),
-            base_sha256=_base_of(job.spec),
+            pins=Pins.from_config(job.spec.config),
         )
         progress: list[task_inputs.TrainProgress] = []
         try:
@@ -187,7 +188,7 @@ class ServerTraining:
             traces=str(self._data_dir / "traces" / job.job_id / f"round_{round_}"),
             teachers=teachers,
             plugins=loaded_plugins.select_references(self._plugins, job.plugins),
-            base_sha256=_base_of(job.spec),
+            pins=Pins.from_config(job.spec.config),
         )
         try:
             async with self._blobs.local(job.latest.digest):
@@ -207,7 +208,7 @@ class ServerTraining:
             model=str(model),
             parallel=spec.parallel,
             plugins=plugins,
-            base_sha256=_base_of(spec),
+            pins=Pins.from_config(spec.config),
         )
         try:
             return await self._run_task(_TaskRequest("evaluate", request, spec.pool), task_inputs.EvaluateReply)
@@ -298,11 +299,6 @@ async def _remove(folder: Path) -> None:
     for pause_s in (0.0, 1.0, 10.0):
         await asyncio.sleep(pause_s)
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-
-
-def _base_of(spec: JobSpec) -> str:
-    """Return the SHA-256 of the base that a job states; "" if it states none."""
-    return str(spec.config.get("base_sha256", ""))
 
 
 def _metrics(reply: task_inputs.TrainReply) -> dict[str, float]:

@@ -17,6 +17,7 @@ from fedplat.codecs import container
 from fedplat.config.loaded_plugins import PluginReference, select_references
 from fedplat.job import JobSpec, build_rule
 from fedplat.job.tables import ServerStep, WarmStart
+from fedplat.local_options import NO_PINS, Pins
 from fedplat.model import ModelFile, Values
 from fedplat.model.turns import spread
 from fedplat.parallel import Parallel
@@ -155,7 +156,7 @@ class TrainRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     The model is in the file `model`; the ranks write the trained one to the new file `result`. Entries that belong to
     the job's rule keep their values. Paths are absolute, and the same for all ranks. `plugins` are the job's plugins.
-    With `parallel`, `num_ranks` ranks divide the model. `base_sha256` is the base that the job states, or "".
+    With `parallel`, `num_ranks` ranks divide the model.
     """
 
     trainer: TrainerReference
@@ -171,7 +172,7 @@ class TrainRequest(msgspec.Struct, frozen=True, kw_only=True):
     traces: str = ""
     teachers: TeacherModels | None = None
     plugins: tuple[PluginReference, ...] = ()
-    base_sha256: str = ""
+    pins: Pins = NO_PINS
 
 
 class TrainProgress(msgspec.Struct, frozen=True):
@@ -204,7 +205,7 @@ class EvaluateRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     parallel: Parallel | None = None
     plugins: tuple[PluginReference, ...] = ()
-    base_sha256: str = ""
+    pins: Pins = NO_PINS
 
 
 class EvaluateReply(msgspec.Struct, frozen=True):

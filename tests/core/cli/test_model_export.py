@@ -157,19 +157,8 @@ def test_the_model_of_a_job_and_of_a_run_folder_belong_to_their_base(run: Run, s
         (here / "runs/chat/run.json").write_text(json.dumps({"simulation": {"config": {"base_sha256": stated}}}))
         for place in ("chat", "runs/chat"):
             folder = f"{place.replace('/', '-')}-{number}"
-            done = run(
-                "model",
-                "export",
-                place,
-                "--to",
-                folder,
-                "--format",
-                "peft",
-                "--base",
-                "base",
-                "--adapter",
-                str(adapter),
-            )
+            options = "--format", "peft", "--base", "base", "--adapter", str(adapter)
+            done = run("model", "export", place, "--to", folder, *options)
             if stated == digest:
                 assert done.exit_code == 0, done.output
                 named = "version 1 of chat" if place == "chat" else "the model of runs/chat"

@@ -138,7 +138,7 @@ def test_the_default_template_is_simulated(here: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)  # nine programs of "lora" import transformers, which takes 10 s of CPU time each
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_template_runs_as_its_readme_says(template: str, here: Path) -> None:
     """Its tests, and the two terminals: only the server's port, dashboard and profile differ, which others may use."""

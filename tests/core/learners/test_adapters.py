@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 import torch
+import transformers
 from torch import nn
 
 from fedplat.client_state import ClientState
@@ -184,6 +185,50 @@ def test_one_inner_step_of_diloco_is_a_step_on_all_batches(share: str) -> None:
         mean = np.mean([each[name].astype(np.float64) for each in models], axis=0)
         np.testing.assert_allclose(mean, together[name], atol=3e-6)
     assert any(np.abs(together[name] - start[name]).max() > 1e-3 for name in start)
+
+
+def make_tied() -> Any:
+    config = language.make_llama().config
+    config.tie_word_embeddings = True
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config)
+
+
+def test_diloco_of_a_model_with_tied_weights_is_that_of_torch() -> None:
+    """Each worker's AdamW continues, and SGD with Nesterov's momentum takes the mean movement as its gradient."""
+    num_workers, num_rounds, num_steps, rate = 4, 4, 3, 1e-3
+    inner: dict[str, Any] = {"optimizer": "adamw", "learning_rate": rate, "weight_decay": 0.1, "keep_optimizer": True}
+    text = write_job(
+        rounds=num_rounds,
+        config={"epochs": 1, "max_steps": num_steps, "batch_size": 0, **inner},
+        selection={"goal": num_workers, "min_fraction": 1.0},
+        updates={"weighting": "uniform"},
+        aggregation={"rule": "fedavgm", "learning_rate": 0.7, "momentum": 0.9, "nesterov": True},
+    )
+    parts = np.split(np.arange(16), num_workers)
+    inputs, targets = INPUTS.numpy(), TARGETS.numpy()
+    data = Federation(inputs, targets, parts, inputs[:0], targets[:0])
+    found = simulate(parse(text, Path(), ["simulation.engine=loop"]), data=data, learner=learner_of(make_tied, "all"))
+    assert found.model is not None
+    outer, *workers = [Logits(make_tied()) for _ in range(num_workers + 1)]
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=rate, weight_decay=0.1) for each in workers]
+    following = torch.optim.SGD(outer.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    first = {name: value.clone() for name, value in outer.state_dict().items()}
+    for _ in range(num_rounds):
+        for worker, optimizer, rows in zip(workers, optimizers, parts, strict=True):
+            worker.load_state_dict(outer.state_dict())
+            for _ in range(num_steps):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(worker(INPUTS[rows]), TARGETS[rows]).backward()
+                optimizer.step()
+        for value, *trained in zip(outer.parameters(), *(each.parameters() for each in workers), strict=True):
+            value.grad = value.detach() - torch.stack([each.detach() for each in trained]).mean(0)
+        following.step()
+    for name, value in outer.state_dict().items():
+        if name in found.model:
+            np.testing.assert_allclose(found.model[name], value.numpy(), atol=3e-6)
+            assert (value - first[name]).abs().max() > 5 * rate
+    assert "model.lm_head.weight" not in found.model  # the tied weights are there once
 
 
 PARTS = np.split(np.arange(24), 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import random
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 pytest.importorskip("transformers")
@@ -25,6 +27,7 @@ from fedplat.errors import DataError, EngineError, JobFileError, ModelError
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.pytorch.huggingface import HuggingFaceConfig, HuggingFaceLearner, tokenizer_sha256
+from fedplat.pytorch.training import FrozenBase
 from fedplat.simulation import Federation, simulate
 from fedplat.simulation.scenario.file import parse
 from fedplat.testing import check_learner
@@ -97,28 +100,57 @@ def test_the_rounds_of_a_client_are_one_run() -> None:
     assert not np.array_equal(run_rounds(trainer, 5, 4, schedule="round").buffer, apart.buffer)
 
 
-def test_only_adapters_travel() -> None:
-    names = {name.rpartition("lora_")[2] for name in START}
-    assert names == {"A.default.weight", "B.default.weight"}
-    assert len(START.buffer) == 4 * 896
-    first = HuggingFaceLearner(model=language.make_adapted, personal=("*lora_B*",))  # FedSA
-    assert {name.rpartition("lora_")[2] for name in first.initial()} == {"A.default.weight"}
+def make_base() -> Any:
+    """A GPT-2 of 124,672 numbers, of which the adapters change c_attn."""
+    return language.make_gpt2(width=64, num_tokens=256, num_positions=128)
 
-    def frozen_a() -> Any:  # FFA-LoRA
-        model = language.make_adapted()
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("lora_B" in name)
-        return model
 
-    second = HuggingFaceLearner(model=frozen_a)
-    assert {name.rpartition("lora_")[2] for name in second.initial()} == {"B.default.weight"}
-    tied = HuggingFaceLearner(
-        model=lambda: language.with_adapters(language.make_gpt2(), targets=("c_attn",))
-    )  # layers that store their weights transposed
-    assert len(tied.initial().buffer) == 4 * 2 * 4 * (32 + 96)
-    trainer = HuggingFaceTrainer(model=tied.model, data=DATA, arguments=ARGUMENTS)
-    task = make_task(tied.initial(), config={"base_sha256": tied.base_sha256()})
-    assert trainer(task).metrics["local_steps"] == 2
+def make_both() -> Any:
+    return language.with_adapters(make_base(), targets=("c_attn",))  # layers that store their weights transposed
+
+
+def make_ffa() -> Any:
+    model = make_both()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_B" in name)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "personal", "num_bytes"),
+    [
+        (make_base, (), 498_688),  # all weights, the tied ones once
+        (make_both, (), 8192),  # two layers, A [4, 64] and B [192, 4]
+        (make_ffa, (), 6144),
+        (make_both, ("*lora_B*",), 2048),  # FedSA
+    ],
+)
+def test_only_what_is_trained_and_shared_travels(make: Any, personal: tuple[str, ...], num_bytes: int) -> None:
+    learner = HuggingFaceLearner(model=make, personal=personal)
+    start = learner.initial()
+    assert len(start.buffer) == num_bytes
+    base = learner.base_sha256()
+    trainer = HuggingFaceTrainer(model=make, data=DATA, arguments=ARGUMENTS, personal=personal)
+    result = trainer(make_task(start, config={"base_sha256": base}))
+    assert isinstance(result.parameters, Parameters)
+    assert result.metrics["local_steps"] == 2
+    assert result.parameters.schema == start.schema
+    assert not np.array_equal(result.parameters.buffer, start.buffer)
+    with trainer._learner.borrow(HuggingFaceConfig(base_sha256=base)) as trainee:  # pyright: ignore[reportPrivateUsage]
+        assert FrozenBase(trainee.module).sha256 == base  # computed anew
+
+
+def test_thirty_rounds_take_no_more_memory_than_three() -> None:
+    trainer = make_trainer()
+    sizes: list[tuple[int, int]] = []
+    for num_rounds in (3, 27):
+        run_rounds(trainer, num_rounds, 1)
+        gc.collect()
+        tensors = sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+        sizes.append((tensors, psutil.Process().memory_info().rss))
+    (tensors, before), (same, after) = sizes
+    assert same == tensors
+    assert after <= 1.02 * before
 
 
 def test_scores_are_means_over_tokens() -> None:
@@ -162,8 +194,9 @@ def test_a_model_that_is_named_after_its_head_is_scored_by_the_next_token() -> N
 
 def test_a_stop_ends_the_run_within_a_batch_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    trainer, seen = make_trainer(), []
-    expected = trainer(make_task()).parameters
+    trainer, seen, whole = make_trainer(), [], make_task()
+    expected = trainer(whole).parameters
+    assert whole.control.fraction == 1.0
 
     class Stopping(language.Text):
         def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
@@ -181,6 +214,7 @@ def test_a_stop_ends_the_run_within_a_batch_and_leaves_nothing(tmp_path: Path, m
     with pytest.raises(Cancelled):
         trainer(stopped)
     assert len(seen) < 40  # of 400
+    assert 0.0 < stopped.control.fraction < 0.1
     assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before  # type: ignore[index]
     assert list(tmp_path.iterdir()) == []
     object.__setattr__(trainer, "data", DATA)
@@ -360,7 +394,9 @@ def test_a_silo_with_another_tokenizer_is_refused_before_training() -> None:
         with pytest.raises(ModelError, match=message):
             trainer(make_task(config={"tokenizer_sha256": stated}))
     assert made == []
-    with pytest.raises(ModelError, match=r"this client does not name its tokenizer; expected a trainer with tok"):
+    with pytest.raises(
+        ModelError, match=r"the trainer here does not name the tokenizer of its data; expected one with tok"
+    ):
         make_trainer()(make_task(config={"tokenizer_sha256": digest}))
     with pytest.raises(ModelError, match="the tokenizer is a dict; expected one of transformers or of the package"):
         make_trainer(tokenizer={})(make_task())

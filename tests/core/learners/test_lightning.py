@@ -231,5 +231,7 @@ def test_a_trainer_takes_only_jobs_that_state_its_base() -> None:
     fresh = Task(name="lit", parameters=learner.initial(), config=config)
     LightningTrainer(module=OnABase, data=(INPUTS, LABELS), device="cpu", share="trained")(fresh)
     assert fresh.parameters == results[0]
-    with pytest.raises(ModelError, match=r"this client does not name its tokenizer; expected a trainer with tokenizer"):
+    with pytest.raises(
+        ModelError, match=r"the trainer here does not name the tokenizer of its data; expected one with tokenizer"
+    ):
         trainer(Task(name="lit", parameters=learner.initial(), config=config | {"tokenizer_sha256": "0" * 64}))

@@ -15,6 +15,7 @@ from torch import nn
 
 from fedplat.config.plugins import Plugins
 from fedplat.errors import TrainingError
+from fedplat.local_options import Pins
 from fedplat.metrics import Perplexity
 from fedplat.model import Parameters
 from fedplat.parallel import Parallel
@@ -23,6 +24,7 @@ from fedplat.pytorch.convert import load_into
 from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.server import DataParallelGradients, ServerTrainer, TrainingRun
 from fedplat.pytorch.training import (
+    Learner,
     LocalOptions,
     LocalTraining,
     SingleProcessGradients,
@@ -30,6 +32,7 @@ from fedplat.pytorch.training import (
     Trainee,
     train,
 )
+from fedplat.pytorch.training.tokenizers import tokenizer_sha256
 from support.ranks import scenarios
 from support.ranks.scenarios import Arrays
 
@@ -188,7 +191,7 @@ def test_a_trainer_shares_what_is_trained(alone: Ranks) -> None:
         TrainingError, match="rank 0: ModelError: the job does not state the base that its model is for"
     ):
         server.evaluate(alone, shared, shared.learner.initial(0))
-    run = TrainingRun(options=scenarios.warm(), num_ranks=2, base_sha256="0" * 64)
+    run = TrainingRun(options=scenarios.warm(), num_ranks=2, pins=Pins(base_sha256="0" * 64))
     with pytest.raises(TrainingError, match=f"the SHA-256 {base}; expected the same base on all participants"):
         server.train(alone, shared, shared.learner.initial(0), run)
     divided = dataclasses.replace(run, parallel=Parallel(shard=2))
@@ -198,12 +201,49 @@ def test_a_trainer_shares_what_is_trained(alone: Ranks) -> None:
         server.train(alone, shared, shared.learner.initial(0), divided)
     found: list[dict[str, float]] = []
     for trainer, model, stated in zip((whole, shared), models, ("", base), strict=True):
-        server.train(alone, trainer, model, dataclasses.replace(run, base_sha256=stated))
-        found.append(server.evaluate(alone, trainer, model, base_sha256=stated))
+        server.train(alone, trainer, model, dataclasses.replace(run, pins=Pins(base_sha256=stated)))
+        found.append(server.evaluate(alone, trainer, model, pins=Pins(base_sha256=stated)))
     for name in models[1]:
         np.testing.assert_array_equal(models[1][name], models[0][name])
     assert found[1].pop("perplexity") == pytest.approx(math.exp(found[0]["loss"]), rel=1e-6)
     assert found[1] == found[0]
+
+
+class Words:
+    """A tokenizer, as far as its digest is concerned."""
+
+    def __init__(self, *words: str) -> None:
+        self._words = words
+
+    def get_vocab(self) -> dict[str, int]:
+        return {word: number for number, word in enumerate(self._words)}
+
+
+def test_a_trainer_has_the_tokenizer_that_the_job_states(alone: Ranks) -> None:
+    def refuse_model() -> nn.Module:
+        raise AssertionError("a model was made")
+
+    one, other = Words("a", "b"), Words("b", "a")
+    digests = [tokenizer_sha256(each) for each in (one, other)]
+    plain = ServerTrainer(model=refuse_model, data=scenarios.examples(8), evaluation=scenarios.examples(8))
+    named = dataclasses.replace(plain, tokenizer=one)
+    model = Learner(model=scenarios.mlp).initial(0)
+    for trainer, stated, message in (
+        (named, digests[1], f"the tokenizer here has the SHA-256 {digests[0]}; expected the same tokenizer on all"),
+        (named, "", "the job does not state the tokenizer that its model is for; expected tokenizer_sha256 in its"),
+        (plain, digests[0], "the trainer here does not name the tokenizer of its data; expected one with tokenizer="),
+    ):
+        pins = Pins(tokenizer_sha256=stated)
+        for parallel in (None, Parallel()):  # also where ranks divide the model
+            work = TrainingRun(options=scenarios.warm(), num_ranks=1, parallel=parallel, pins=pins)
+            with pytest.raises(TrainingError, match=message):
+                server.train(alone, trainer, model, work)
+            with pytest.raises(TrainingError, match=message):
+                server.evaluate(alone, trainer, model, parallel=parallel, pins=pins)
+    pins = Pins(tokenizer_sha256=digests[0])
+    usable = dataclasses.replace(named, model=scenarios.mlp)
+    assert server.train(alone, usable, model, TrainingRun(options=scenarios.warm(), num_ranks=1, pins=pins)) is not None
+    assert server.evaluate(alone, usable, model, pins=pins)["loss"] > 0.0
 
 
 def test_a_trainer_that_cannot_be_used_gives_a_reason(alone: Ranks) -> None:

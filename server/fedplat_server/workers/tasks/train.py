@@ -50,7 +50,7 @@ def evaluate(ranks: Ranks, request: bytes, messages: Iterator[bytes], note: Note
         model = decoded.rule.build().requirements.reduce(whole)
         if decoded.parallel is None:
             model = model.copy()
-        metrics = server.evaluate(ranks, trainer, model, parallel=decoded.parallel, base_sha256=decoded.base_sha256)
+        metrics = server.evaluate(ranks, trainer, model, parallel=decoded.parallel, pins=decoded.pins)
         if bad := [name for name, value in metrics.items() if not math.isfinite(value)]:
             raise errors.TrainingError(f"the metric {bad[0]!r} is {metrics[bad[0]]}; expected a finite number")
         reply = task_inputs.EvaluateReply(metrics=metrics)
@@ -95,7 +95,7 @@ def _train(ranks: Ranks, request: task_inputs.TrainRequest, note: Note) -> task_
         options=options,
         num_ranks=request.num_ranks,
         parallel=request.parallel,
-        base_sha256=request.base_sha256,
+        pins=request.pins,
         round_number=request.round_number,
         checkpoints=Path(request.checkpoints) if request.checkpoints else None,
         traces=Path(request.traces) if request.traces else None,
