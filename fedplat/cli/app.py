@@ -14,7 +14,7 @@ import typer.main
 from typing_extensions import override
 
 from fedplat._version import __version__
-from fedplat.cli.options import AnyTimeoutOption, JsonOption
+from fedplat.cli.options import AUTO, AnyTimeoutOption, JsonOption, TransportOption
 from fedplat.command_line.groups import HELP_SETTINGS
 from fedplat.command_line.with_typer import TyperCommands, print_about, print_version
 
@@ -177,6 +177,7 @@ def options(  # noqa: PLR0913 - a command's parameters are its options
     insecure: Annotated[
         bool, typer.Option("--insecure", envvar="FEDPLAT_INSECURE", help="Connect without TLS.")
     ] = False,
+    transport: TransportOption = AUTO,
     as_json: JsonOption = False,
     timeout: AnyTimeoutOption = None,
     show_version: Annotated[
@@ -192,4 +193,4 @@ def options(  # noqa: PLR0913 - a command's parameters are its options
     from fedplat.cli.session import Settings  # not for --help
 
     del show_version  # handled by its callback
-    context.obj = Settings(server, as_json, profile, ca, insecure, timeout)
+    context.obj = Settings(server, as_json, profile, ca, insecure, timeout, transport)
