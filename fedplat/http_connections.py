@@ -2,7 +2,8 @@
 
 uvicorn has no deadline for a request, and answers 503 to all once too many connections are open, idle ones included.
 Here each state of a connection has a deadline, from the handshake of TLS on. When there are too many connections, one
-that waits for its peer is closed: the oldest one of the greediest network (see `fair_places`).
+that waits for its peer is closed: the oldest one of the greediest network (see `fair_places`), if possible one of a
+newcomer, on which the application has not recognised a caller yet.
 """
 
 from __future__ import annotations
@@ -50,9 +51,17 @@ class ConnectionLimits:
     of the request; None if the application limits that. `response_s`: for the response; None for responses that stream,
     where only a peer that does not read for `stall_s` is cut off. `stall_s` is also the time for the rest of a request
     that has been answered.
+
+    `newcomers`: connections of newcomers that wait for their peers for longer than `share_s`, of which
+    `newcomers_per_network` may be of one network. `is_known`: whether an address is that of a proxy, whose callers
+    share connections, and not of a newcomer.
     """
 
     total: int
+    newcomers: int | None = None
+    newcomers_per_network: int | None = None
+    share_s: float = 2.0
+    is_known: Callable[[str], bool] = lambda address: False
     head_s: float = 10.0
     body_s: float | None = 30.0
     response_s: float | None = None
@@ -64,15 +73,17 @@ class BoundedProtocol(H11Protocol):
 
     limits: ConnectionLimits
     get_tls: Callable[[], ssl.SSLContext | None]
+    newcomers: dict[BoundedProtocol, None]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._number = next(_NUMBERS)
+        self._since = self.loop.time()
         self._state: object = None
         self._deadline: asyncio.TimerHandle | None = None
         self._handshake: asyncio.Task[None] | None = None
         self._early = bytearray()
-        self.app = functools.partial(_with_cut, self.app, self.abort)  # type: ignore[assignment]
+        self.app = functools.partial(_with_extensions, self.app, self)  # type: ignore[assignment]
 
     @property
     def groups(self) -> fair_places.Groups:
@@ -104,10 +115,30 @@ class BoundedProtocol(H11Protocol):
             self.connections.add(self)
             self._handshake = asyncio.ensure_future(self._accept(transport, tls))
         self._follow()
-        connections = cast("AbstractSet[BoundedProtocol]", self.connections)
-        if len(connections) > self.limits.total:
-            waiting = sorted((one for one in connections if not one.is_served), key=lambda one: one._number)
+        if self.limits.newcomers is not None and not self.limits.is_known(self.client[0] if self.client else ""):
+            self.newcomers[self] = None
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Close a connection if there are too many."""
+        limits, connections = self.limits, cast("AbstractSet[BoundedProtocol]", self.connections)
+        if len(connections) > limits.total:
+            waiting = [one for one in self.newcomers if not one.is_served]
+            waiting = waiting or sorted((one for one in connections if not one.is_served), key=lambda one: one._number)
             fair_places.find_greediest(waiting).abort()
+            return
+        latest = self._since - limits.share_s
+        waiting = [one for one in self.newcomers if one is not self and one._since <= latest and not one.is_served]
+        if limits.newcomers is not None and len(waiting) >= limits.newcomers:
+            fair_places.find_greediest(waiting).abort()
+        elif limits.newcomers_per_network is not None and len(waiting) >= limits.newcomers_per_network:
+            same = [one for one in waiting if one.groups[-1] == self.groups[-1]]
+            if len(same) >= limits.newcomers_per_network:
+                same[0].abort()
+
+    def recognise(self) -> None:
+        """Note that the peer is no newcomer."""
+        self.newcomers.pop(self, None)
 
     async def _accept(self, transport: asyncio.Transport, tls: ssl.SSLContext) -> None:
         try:
@@ -127,6 +158,7 @@ class BoundedProtocol(H11Protocol):
     def abort(self) -> None:
         """Close the connection without an answer."""
         self.connections.discard(self)  # at once: the next one must find room
+        self.newcomers.pop(self, None)
         self.transport.abort()
 
     @override
@@ -145,6 +177,7 @@ class BoundedProtocol(H11Protocol):
     @override
     def connection_lost(self, exc: Exception | None) -> None:
         self._set_deadline(None)
+        self.newcomers.pop(self, None)
         super().connection_lost(exc)
 
     @override
@@ -186,9 +219,12 @@ class BoundedProtocol(H11Protocol):
             self._deadline = asyncio.get_running_loop().call_later(seconds, self.abort)
 
 
-async def _with_cut(app: Callable[..., Awaitable[None]], cut: Callable[[], None], scope: Any, *more: Any) -> None:
-    """Call an application that can close the connection: the peer of a response that fails must see that it is cut."""
-    await app({**scope, "extensions": {"fedplat.cut": cut}}, *more)
+async def _with_extensions(app: Callable[..., Awaitable[None]], peer: BoundedProtocol, scope: Any, *more: Any) -> None:
+    """Call an application that can close the connection, or recognise its peer.
+
+    The peer of a response that fails must see that it is cut.
+    """
+    await app({**scope, "extensions": {"fedplat.cut": peer.abort, "fedplat.recognise": peer.recognise}}, *more)
 
 
 def make_protocol(
@@ -199,7 +235,7 @@ def make_protocol(
     `tls` is the context of all handshakes, or returns that of the next one.
     """
     get_tls = tls if callable(tls) else lambda: tls
-    attributes = {"limits": limits, "get_tls": staticmethod(get_tls)}
+    attributes = {"limits": limits, "get_tls": staticmethod(get_tls), "newcomers": {}}
     return cast("type[BoundedProtocol]", type("_Connection", (BoundedProtocol,), attributes))
 
 

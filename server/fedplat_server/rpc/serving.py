@@ -32,7 +32,7 @@ from fedplat_server.database.store import Store
 from fedplat_server.instruments import Instruments
 from fedplat_server.messages.streams import UploadMessage
 from fedplat_server.rpc import interceptor, operator_access
-from fedplat_server.rpc.admission import FLEET, Admission, OpenAdmission, Reads
+from fedplat_server.rpc.admission import FLEET, Admission, OpenAdmission, Reads, is_public
 from fedplat_server.rpc.http import forms
 from fedplat_server.rpc.http.app import Application
 from fedplat_server.rpc.http.endpoint import HttpEndpoint
@@ -206,6 +206,7 @@ class Endpoint:
                 forms.list_forms((*_HTTP_METHODS, *(_OPERATORS_METHODS if config.http_operators else ()))),
                 lambda details: self.router.service(details) or public.service(details),
                 errors_of_calls.wrap,
+                is_public,
                 config.http_origins,
             )
             self._http = HttpEndpoint(config, self.certificates, application)

@@ -49,8 +49,9 @@ _NO_METHOD = RequestProblem(
 class Application:
     """Serves the methods of `forms`, which are given by their paths.
 
-    `find` returns their handlers, and `wrap` is that of the interceptor of all calls. `origins` are those of web pages
-    that may call from a browser.
+    `find` returns their handlers, and `wrap` is that of the interceptor of all calls. `is_public` returns whether a
+    method needs no credential: a connection without a success of another one is that of a newcomer. `origins` are those
+    of web pages that may call from a browser.
     """
 
     def __init__(
@@ -58,11 +59,13 @@ class Application:
         forms: Mapping[str, Form],
         find: Callable[[grpc.HandlerCallDetails], Handler | None],
         wrap: Callable[[Handler, str], Handler],
+        is_public: Callable[[str], bool],
         origins: Collection[str] = (),
     ) -> None:
         self._forms = forms
         self._find = find
         self._wrap = wrap
+        self._is_public = is_public
         self._origins = frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -90,7 +93,9 @@ class Application:
         timeout = headers.get(http.TIMEOUT_HEADER.encode())
         call.limit_time(int(timeout) / 1000.0 if timeout is not None else None)
         try:
-            await _exchange(form, handler, call, response)
+            is_success = await _exchange(form, handler, call, response)
+            if is_success and not self._is_public(path):
+                scope["extensions"]["fedplat.recognise"]()
         except asyncio.CancelledError:
             if not body.is_gone:
                 raise
@@ -157,12 +162,14 @@ async def _allow(response: Response, *, is_allowed: bool) -> None:
     await response.send(204, b"", headers)
 
 
-async def _exchange(form: Form, handler: Handler, call: HttpCall, response: Response) -> None:
-    """Call the handler and send its response, or its refusal."""
+async def _exchange(form: Form, handler: Handler, call: HttpCall, response: Response) -> bool:
+    """Call the handler and send its response, or its refusal; return whether it was not refused."""
     try:
         async with asyncio.timeout(call.time_remaining()):
             await form.outgoing.send(handler, call, response)
+            return True
     except aio.AbortError:
         await form.outgoing.refuse(call, response, call.code().name, call.details)
     except TimeoutError:
         await form.outgoing.refuse(call, response, "DEADLINE_EXCEEDED", "the caller's time is over")
+    return False
