@@ -28,7 +28,10 @@ from uvicorn.protocols.utils import get_remote_addr
 from fedplat import fair_places
 
 _NUMBERS = itertools.count()
-
+KEPT_BYTES = 2**18
+"""The bytes of a body that are received before the application takes them."""
+TLS_BUFFER_BYTES = 2**17
+"""The bytes that are read from a connection with TLS at a time, into a buffer that all connections of a port share."""
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]*)?", re.IGNORECASE)
 
@@ -74,6 +77,7 @@ class BoundedProtocol(H11Protocol):
     limits: ConnectionLimits
     get_tls: Callable[[], ssl.SSLContext | None]
     newcomers: dict[BoundedProtocol, None]
+    tls_buffer: bytearray
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -83,6 +87,8 @@ class BoundedProtocol(H11Protocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._handshake: asyncio.Task[None] | None = None
         self._early = bytearray()
+        self._body: list[bytes] = []
+        self._body_bytes = 0
         self.app = functools.partial(_with_extensions, self.app, self)  # type: ignore[assignment]
 
     @property
@@ -150,10 +156,17 @@ class BoundedProtocol(H11Protocol):
         if secured is None:
             self.abort()
         else:
+            self._share_buffer(secured)
             super().connection_made(secured)
             self._follow(is_new=True)
             if self._early:
                 self.data_received(bytes(self._early))
+
+    def _share_buffer(self, secured: asyncio.Transport) -> None:
+        """Read into a buffer of all connections: each read is processed before the next one."""
+        protocol: Any = getattr(secured, "_ssl_protocol", None)
+        if hasattr(protocol, "_ssl_buffer") and hasattr(protocol, "_ssl_buffer_view"):  # attributes without a promise
+            protocol._ssl_buffer, protocol._ssl_buffer_view = self.tls_buffer, memoryview(self.tls_buffer)
 
     def abort(self) -> None:
         """Close the connection without an answer."""
@@ -166,8 +179,31 @@ class BoundedProtocol(H11Protocol):
         if self._is_in_handshake:  # the handshake is complete, and its task has not run yet
             self._early += data
             return
-        super().data_received(data)
+        if not self._keep_body(data):
+            super().data_received(data)
         self._follow(has_begun=True)
+
+    def _keep_body(self, data: bytes) -> bool:
+        """Keep a part of a body for `take_body`, without the copies that h11 and uvicorn make; return False otherwise.
+
+        A part is kept if the body has a length, more of it follows, and the application has all that came before.
+        """
+        cycle, reader = self._request, cast(Any, self.conn)._reader
+        left = getattr(reader, "_remaining", 0)  # an attribute without a promise; only readers of a length have it
+        if cycle is None or cycle.response_complete or cycle.body or len(data) >= left:
+            return False
+        reader._remaining = left - len(data)
+        self._body.append(data)
+        self._body_bytes += len(data)
+        if self._body_bytes > KEPT_BYTES:
+            self.flow.pause_reading()
+        cycle.message_event.set()
+        return True
+
+    def take_body(self) -> list[bytes]:
+        """Return the parts of the body that were kept; they precede what the application receives next."""
+        parts, self._body, self._body_bytes = self._body, [], 0
+        return parts
 
     @override
     def on_response_complete(self) -> None:
@@ -220,11 +256,13 @@ class BoundedProtocol(H11Protocol):
 
 
 async def _with_extensions(app: Callable[..., Awaitable[None]], peer: BoundedProtocol, scope: Any, *more: Any) -> None:
-    """Call an application that can close the connection, or recognise its peer.
+    """Call an application with what it can do with the connection, besides ASGI.
 
-    The peer of a response that fails must see that it is cut.
+    It can close it, since the peer of a response that fails must see that it is cut; recognise its peer; and take parts
+    of a body as they came, before what it receives.
     """
-    await app({**scope, "extensions": {"fedplat.cut": peer.abort, "fedplat.recognise": peer.recognise}}, *more)
+    extensions = {"fedplat.cut": peer.abort, "fedplat.recognise": peer.recognise, "fedplat.take_body": peer.take_body}
+    await app({**scope, "extensions": extensions}, *more)
 
 
 def make_protocol(
@@ -235,7 +273,12 @@ def make_protocol(
     `tls` is the context of all handshakes, or returns that of the next one.
     """
     get_tls = tls if callable(tls) else lambda: tls
-    attributes = {"limits": limits, "get_tls": staticmethod(get_tls), "newcomers": {}}
+    attributes = {
+        "limits": limits,
+        "get_tls": staticmethod(get_tls),
+        "newcomers": {},
+        "tls_buffer": bytearray(TLS_BUFFER_BYTES),
+    }
     return cast("type[BoundedProtocol]", type("_Connection", (BoundedProtocol,), attributes))
 
 

@@ -83,7 +83,7 @@ class Application:
         if form is None or handler is None:
             await response.refuse(problem or _NO_METHOD)
             return
-        handler, body = self._wrap(handler, path), RequestBody(receive)
+        handler, body = self._wrap(handler, path), RequestBody(receive, scope["extensions"]["fedplat.take_body"])
         try:
             incoming = form.read(scope, body, interceptor.max_bytes(path))
             call = HttpCall(scope, incoming, handler.request_deserializer)

@@ -61,10 +61,14 @@ def _decode(name: str, text: str) -> bytes:
 
 
 class RequestBody:
-    """The body of a request. Once it is complete, its task is cancelled as soon as the caller is gone."""
+    """The body of a request. Once it is complete, its task is cancelled as soon as the caller is gone.
 
-    def __init__(self, receive: Receive) -> None:
+    `take` returns parts that the connection has kept, which precede what is received next.
+    """
+
+    def __init__(self, receive: Receive, take: Callable[[], list[bytes]]) -> None:
         self._receive = receive
+        self._take = take
         self._task = asyncio.current_task()
         self._watch: asyncio.Task[None] | None = None
         self.more = True
@@ -72,8 +76,8 @@ class RequestBody:
         self.is_gone = False
         """Whether the caller has closed the connection."""
 
-    async def receive(self) -> bytes:
-        """Return the next bytes, maybe none."""
+    async def receive(self) -> list[bytes]:
+        """Return the next parts, maybe none."""
         event = await self._receive()
         if event["type"] == "http.disconnect":
             self.is_gone = True
@@ -81,7 +85,10 @@ class RequestBody:
         self.more = event.get("more_body", False)
         if not self.more:
             self._watch = asyncio.create_task(self._wait_until_gone(), name="HTTP caller")
-        return event.get("body", b"")
+        parts = self._take()
+        if body := event.get("body", b""):
+            parts.append(body)
+        return parts
 
     async def _wait_until_gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

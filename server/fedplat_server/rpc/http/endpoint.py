@@ -26,7 +26,7 @@ from fedplat_server.rpc.http.app import MAX_HEADER_BYTES, Application
 IDLE_S = 75
 """How long a connection may wait for its next request: longer than load balancers keep theirs."""
 TLS_BUFFER_BYTES = 32 * 2**10
-"""What asyncio allocates for each connection with TLS, from its handshake on; its default is eight times as much."""
+"""What asyncio allocates for each handshake of TLS; its default is eight times as much."""
 _KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 2}
 """A caller that lost its network must not count as waiting; the same times as with gRPC."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ import msgspec
 from google.protobuf.descriptor import MethodDescriptor
 from typing_extensions import override
 
+from fedplat import wire
 from fedplat.wire import http, messages
 from fedplat.wire.v1 import model_pb2
 from fedplat_server.errors import Code, RefusedError
@@ -23,8 +25,8 @@ from fedplat_server.rpc.http.context import HttpCall, IncomingMessages, RequestB
 from fedplat_server.rpc.http.response import Headers, RequestProblem, Response
 from fedplat_server.rpc.interceptor import Handler
 
-PART_BYTES = 2**18
-"""The bytes of an upload that are received before they are stored."""
+PART_BYTES = wire.CHUNK_BYTES
+"""The bytes of an upload that are received before they are stored: as with gRPC, each time costs a change of threads."""
 PART_S = 1.0
 """The longest time for which the bytes of an upload are gathered: a slow caller must be seen to send."""
 SENT_BYTES = 2**18
@@ -71,7 +73,8 @@ class _WholeBody(IncomingMessages):
         self._is_read = True
         data = bytearray()
         while self._body.more and len(data) <= self._limit:
-            data += await self._body.receive()
+            for part in await self._body.receive():
+                data += part
         if len(data) > self._limit:
             raise _too_large(self._limit)
         return bytes(data)
@@ -119,7 +122,8 @@ class _Envelopes(IncomingMessages):
                 if not self._data:
                     return False
                 raise RefusedError(Code.INVALID_REQUEST, "the body ends within an envelope")
-            self._data += await self._body.receive()
+            for part in await self._body.receive():
+                self._data += part
         return True
 
 
@@ -144,26 +148,35 @@ class _FileUpload(IncomingMessages):
     def __init__(self, body: RequestBody, first: bytes) -> None:
         self._body = body
         self._first: bytes | None = first
+        self._parts = deque[messages.Bytes]()
+        self._size = 0
 
     @override
     async def next(self) -> bytes | None:
         if self._first is not None:
             first, self._first = self._first, None
             return first
-        data = await self._receive_part()
-        return messages.frame_field(messages.UPLOAD, data) if data else None
-
-    async def _receive_part(self) -> bytes:
-        """Return the next octets; none at the end."""
         body, clock = self._body, asyncio.get_running_loop().time
-        parts, size, began = list[bytes](), 0, clock()
-        while body.more and size < PART_BYTES and clock() - began < PART_S:
-            parts.append(await body.receive())
-            size += len(parts[-1])
-        while body.more and not size:  # nothing came in time, and an empty part would be the end
-            parts.append(await body.receive())
-            size += len(parts[-1])
-        return b"".join(parts) if len(parts) != 1 else parts[0]
+        began = clock()
+        # If nothing has come in time, it waits: an empty message would be the end.
+        while body.more and self._size < PART_BYTES and (not self._size or clock() - began < PART_S):
+            received = await body.receive()
+            self._parts += received
+            self._size += sum(map(len, received))
+        return messages.frame_field(messages.UPLOAD, *self._take()) if self._size else None
+
+    def _take(self) -> list[messages.Bytes]:
+        """Return the octets of the next message."""
+        taken, room = list[messages.Bytes](), PART_BYTES
+        while self._parts and room:
+            part = self._parts.popleft()
+            if len(part) > room:
+                self._parts.appendleft(memoryview(part)[room:])
+                part = memoryview(part)[:room]
+            taken.append(part)
+            room -= len(part)
+        self._size -= PART_BYTES - room
+        return taken
 
 
 async def _iterate(handler: Handler, call: HttpCall) -> AsyncGenerator[bytes]:
