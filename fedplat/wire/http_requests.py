@@ -274,6 +274,8 @@ class HttpRequest:
         response = self.open()
         with self._translate_errors():
             data = response.read(limit_bytes + 1)
+            if response.length and len(data) <= limit_bytes:  # http.client returns what came before the end
+                raise http.client.IncompleteRead(data, response.length)
         if len(data) > limit_bytes:
             self.drop()
             raise HttpError(_S.RESOURCE_EXHAUSTED, f"the response has more than {limit_bytes} bytes")

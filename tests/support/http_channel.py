@@ -102,7 +102,7 @@ async def _read_rest(reader: asyncio.StreamReader, status: int, headers: dict[st
 
 
 async def read_chunks(reader: asyncio.StreamReader) -> AsyncGenerator[bytes]:
-    while size := int(await reader.readline(), 16):
+    while size := int(await reader.readuntil(b"\n"), 16):
         yield (await reader.readexactly(size + 2))[:-2]
     await reader.readline()
 
@@ -140,11 +140,34 @@ def _same(message: Any) -> Any:
     return message
 
 
+class _Responses:
+    """A stream of responses, which may be cancelled."""
+
+    def __init__(self, found: AsyncGenerator[Any]) -> None:
+        self._found = found
+        self._closing: asyncio.Task[None] | None = None
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self._found
+
+    async def aclose(self) -> None:
+        await self._found.aclose()
+
+    def cancel(self) -> None:
+        self._closing = asyncio.create_task(self.aclose())
+
+
 class HttpStubChannel:
     """The channel: a task for each call, which may be awaited or cancelled."""
 
     def __init__(self, peer: HttpPeer) -> None:
         self.peer = peer
+
+    async def __aenter__(self) -> HttpStubChannel:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
 
     async def close(self) -> None:
         """Does nothing: each call has a connection of its own."""
@@ -200,7 +223,7 @@ class HttpStubChannel:
     ) -> Callable[..., Any]:
         serialize, decode = request_serializer or _same, response_deserializer or _same
 
-        async def receive(request: Any, timeout: float | None, metadata: Any) -> AsyncIterator[Any]:
+        async def receive(request: Any, timeout: float | None, metadata: Any) -> AsyncGenerator[Any]:
             if path not in OCTETS:
                 async for message in self._ask_stream(path, [serialize(request)], metadata, timeout):
                     yield decode(message)
@@ -209,8 +232,8 @@ class HttpStubChannel:
             if body:
                 yield model_pb2.Chunk(data=body)
 
-        def call(request: Any, timeout: float | None = None, metadata: Any = ()) -> AsyncIterator[Any]:
-            return receive(request, timeout, metadata)
+        def call(request: Any, timeout: float | None = None, metadata: Any = ()) -> _Responses:
+            return _Responses(receive(request, timeout, metadata))
 
         return call
 

@@ -38,6 +38,8 @@ def read_metadata(scope: Scope) -> list[tuple[str, str | bytes]]:
         if name == http.UPLOAD_HEADER or name.startswith(addresses.PREFIX):
             continue
         if name.startswith("fedplat-") or name in _METADATA:
+            if name.startswith("fedplat-") and any(name == each for each, _ in found):
+                raise BadHeaderError(f"the header {name} occurs twice")
             text = value.decode("latin-1")
             if not (text.isascii() and text.isprintable()):
                 raise BadHeaderError(f"the header {name} has characters other than printable ASCII")

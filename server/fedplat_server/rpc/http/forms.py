@@ -26,7 +26,7 @@ from fedplat_server.rpc.http.response import Headers, RequestProblem, Response
 from fedplat_server.rpc.interceptor import Handler
 
 PART_BYTES = wire.CHUNK_BYTES
-"""The bytes of an upload that are received before they are stored: as with gRPC, each time costs a change of threads."""
+"""The bytes of an upload that are received before they are stored, which costs a change of threads each time."""
 PART_S = 1.0
 """The longest time for which the bytes of an upload are gathered: a slow caller must be seen to send."""
 SENT_BYTES = 2**18
