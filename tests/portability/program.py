@@ -26,7 +26,7 @@ def hide_from_product(system: str, module: str) -> None:
     if module == "--import":
         with contextlib.redirect_stdout(io.StringIO()):
             import_all(PACKAGES)
-    for library in (module, "torch", "platformdirs.unix"):
+    for library in (module, "torch._dynamo", "psutil", "platformdirs.unix"):
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(library)
     for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES]:
