@@ -2,7 +2,8 @@
 
 uvicorn has no deadline for a request, and answers 503 to all once too many connections are open, idle ones included.
 Here each state of a connection has a deadline, from the handshake of TLS on. When there are too many connections, one
-that waits for its peer is closed: the oldest one of the greediest network (see `fair_places`).
+that waits for its peer is closed: the oldest one of the greediest network (see `fair_places`), if possible one of a
+newcomer, on which the application has not recognised a caller yet.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from uvicorn.protocols.utils import get_remote_addr
 from fedplat import fair_places
 
 _NUMBERS = itertools.count()
-
+KEPT_BYTES = 2**18
+"""The bytes of a body that are received before the application takes them."""
+TLS_BUFFER_BYTES = 2**17
+"""The bytes that are read from a connection with TLS at a time, into a buffer that all connections of a port share."""
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]*)?", re.IGNORECASE)
 
@@ -50,9 +54,17 @@ class ConnectionLimits:
     of the request; None if the application limits that. `response_s`: for the response; None for responses that stream,
     where only a peer that does not read for `stall_s` is cut off. `stall_s` is also the time for the rest of a request
     that has been answered.
+
+    `newcomers`: connections of newcomers that wait for their peers for longer than `share_s`, of which
+    `newcomers_per_network` may be of one network. `is_known`: whether an address is that of a proxy, whose callers
+    share connections, and not of a newcomer.
     """
 
     total: int
+    newcomers: int | None = None
+    newcomers_per_network: int | None = None
+    share_s: float = 2.0
+    is_known: Callable[[str], bool] = lambda address: False
     head_s: float = 10.0
     body_s: float | None = 30.0
     response_s: float | None = None
@@ -64,15 +76,20 @@ class BoundedProtocol(H11Protocol):
 
     limits: ConnectionLimits
     get_tls: Callable[[], ssl.SSLContext | None]
+    newcomers: dict[BoundedProtocol, None]
+    tls_buffer: bytearray
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._number = next(_NUMBERS)
+        self._since = self.loop.time()
         self._state: object = None
         self._deadline: asyncio.TimerHandle | None = None
         self._handshake: asyncio.Task[None] | None = None
         self._early = bytearray()
-        self.app = functools.partial(_with_cut, self.app, self.abort)  # type: ignore[assignment]
+        self._body: list[bytes] = []
+        self._body_bytes = 0
+        self.app = functools.partial(_with_extensions, self.app, self)  # type: ignore[assignment]
 
     @property
     def groups(self) -> fair_places.Groups:
@@ -104,10 +121,30 @@ class BoundedProtocol(H11Protocol):
             self.connections.add(self)
             self._handshake = asyncio.ensure_future(self._accept(transport, tls))
         self._follow()
-        connections = cast("AbstractSet[BoundedProtocol]", self.connections)
-        if len(connections) > self.limits.total:
-            waiting = sorted((one for one in connections if not one.is_served), key=lambda one: one._number)
+        if self.limits.newcomers is not None and not self.limits.is_known(self.client[0] if self.client else ""):
+            self.newcomers[self] = None
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Close a connection if there are too many."""
+        limits, connections = self.limits, cast("AbstractSet[BoundedProtocol]", self.connections)
+        if len(connections) > limits.total:
+            waiting = [one for one in self.newcomers if not one.is_served]
+            waiting = waiting or sorted((one for one in connections if not one.is_served), key=lambda one: one._number)
             fair_places.find_greediest(waiting).abort()
+            return
+        latest = self._since - limits.share_s
+        waiting = [one for one in self.newcomers if one is not self and one._since <= latest and not one.is_served]
+        if limits.newcomers is not None and len(waiting) >= limits.newcomers:
+            fair_places.find_greediest(waiting).abort()
+        elif limits.newcomers_per_network is not None and len(waiting) >= limits.newcomers_per_network:
+            same = [one for one in waiting if one.groups[-1] == self.groups[-1]]
+            if len(same) >= limits.newcomers_per_network:
+                same[0].abort()
+
+    def recognise(self) -> None:
+        """Note that the peer is no newcomer."""
+        self.newcomers.pop(self, None)
 
     async def _accept(self, transport: asyncio.Transport, tls: ssl.SSLContext) -> None:
         try:
@@ -119,14 +156,22 @@ class BoundedProtocol(H11Protocol):
         if secured is None:
             self.abort()
         else:
+            self._share_buffer(secured)
             super().connection_made(secured)
             self._follow(is_new=True)
             if self._early:
                 self.data_received(bytes(self._early))
 
+    def _share_buffer(self, secured: asyncio.Transport) -> None:
+        """Read into a buffer of all connections: each read is processed before the next one."""
+        protocol: Any = getattr(secured, "_ssl_protocol", None)
+        if hasattr(protocol, "_ssl_buffer") and hasattr(protocol, "_ssl_buffer_view"):  # attributes without a promise
+            protocol._ssl_buffer, protocol._ssl_buffer_view = self.tls_buffer, memoryview(self.tls_buffer)
+
     def abort(self) -> None:
         """Close the connection without an answer."""
         self.connections.discard(self)  # at once: the next one must find room
+        self.newcomers.pop(self, None)
         self.transport.abort()
 
     @override
@@ -134,8 +179,31 @@ class BoundedProtocol(H11Protocol):
         if self._is_in_handshake:  # the handshake is complete, and its task has not run yet
             self._early += data
             return
-        super().data_received(data)
+        if not self._keep_body(data):
+            super().data_received(data)
         self._follow(has_begun=True)
+
+    def _keep_body(self, data: bytes) -> bool:
+        """Keep a part of a body for `take_body`, without the copies that h11 and uvicorn make; return False otherwise.
+
+        A part is kept if the body has a length, more of it follows, and the application has all that came before.
+        """
+        cycle, reader = self._request, cast(Any, self.conn)._reader
+        left = getattr(reader, "_remaining", 0)  # an attribute without a promise; only readers of a length have it
+        if cycle is None or cycle.response_complete or cycle.body or len(data) >= left:
+            return False
+        reader._remaining = left - len(data)
+        self._body.append(data)
+        self._body_bytes += len(data)
+        if self._body_bytes > KEPT_BYTES:
+            self.flow.pause_reading()
+        cycle.message_event.set()
+        return True
+
+    def take_body(self) -> list[bytes]:
+        """Return the parts of the body that were kept; they precede what the application receives next."""
+        parts, self._body, self._body_bytes = self._body, [], 0
+        return parts
 
     @override
     def on_response_complete(self) -> None:
@@ -145,6 +213,7 @@ class BoundedProtocol(H11Protocol):
     @override
     def connection_lost(self, exc: Exception | None) -> None:
         self._set_deadline(None)
+        self.newcomers.pop(self, None)
         super().connection_lost(exc)
 
     @override
@@ -186,9 +255,14 @@ class BoundedProtocol(H11Protocol):
             self._deadline = asyncio.get_running_loop().call_later(seconds, self.abort)
 
 
-async def _with_cut(app: Callable[..., Awaitable[None]], cut: Callable[[], None], scope: Any, *more: Any) -> None:
-    """Call an application that can close the connection: the peer of a response that fails must see that it is cut."""
-    await app({**scope, "extensions": {"fedplat.cut": cut}}, *more)
+async def _with_extensions(app: Callable[..., Awaitable[None]], peer: BoundedProtocol, scope: Any, *more: Any) -> None:
+    """Call an application with what it can do with the connection, besides ASGI.
+
+    It can close it, since the peer of a response that fails must see that it is cut; recognise its peer; and take parts
+    of a body as they came, before what it receives.
+    """
+    extensions = {"fedplat.cut": peer.abort, "fedplat.recognise": peer.recognise, "fedplat.take_body": peer.take_body}
+    await app({**scope, "extensions": extensions}, *more)
 
 
 def make_protocol(
@@ -199,7 +273,12 @@ def make_protocol(
     `tls` is the context of all handshakes, or returns that of the next one.
     """
     get_tls = tls if callable(tls) else lambda: tls
-    attributes = {"limits": limits, "get_tls": staticmethod(get_tls)}
+    attributes = {
+        "limits": limits,
+        "get_tls": staticmethod(get_tls),
+        "newcomers": {},
+        "tls_buffer": bytearray(TLS_BUFFER_BYTES),
+    }
     return cast("type[BoundedProtocol]", type("_Connection", (BoundedProtocol,), attributes))
 
 

@@ -21,11 +21,11 @@ from typing_extensions import override
 from fedplat import durable, wire
 from fedplat.config.decoding import prepare_type
 from fedplat.wire import proxies
+from fedplat.wire.http_channel import HttpChannel
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client import errors, transport
 from fedplat_client.backoff import is_cut
 from fedplat_client.cancellation import StopSignal
-from fedplat_client.http_channel import HttpChannel
 from fedplat_client.transport import GRPC, HTTP, OpenChannel, ServerRoute
 
 PROBE_S = 10.0

@@ -13,9 +13,9 @@ import grpc
 from google.protobuf.message import Message
 
 from fedplat import wire
-from fedplat.wire import auth, messages, proxies
+from fedplat.wire import auth, http_channel, messages, proxies
 from fedplat.wire.v1 import fleet_pb2, model_pb2, peer_pb2
-from fedplat_client import cancellation, errors, http_channel
+from fedplat_client import cancellation, errors
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 Response = TypeVar("Response", bound=Message)
@@ -105,20 +105,12 @@ class ServerRoute:
 
     def open(self) -> OpenChannel:
         """Open a channel."""
-        connect_to = connect_http if self.transport == HTTP else connect
+        connect_to = http_channel.connect if self.transport == HTTP else connect
         return connect_to(self.server, tls=self.tls, ca=self.ca, proxy=self.proxy)
 
     def __str__(self) -> str:
         """Return it for a message."""
         return f"{'HTTP/1.1' if self.transport == HTTP else 'gRPC'} at {self.server}"
-
-
-def connect_http(server: str, *, tls: bool = False, ca: str = "", proxy: str = "") -> http_channel.HttpChannel:
-    """Open a channel of HTTP/1.1 to `host:port`. `proxy`: its URL, or "none"; by default that of the environment."""
-    context = http_channel.make_context(ca) if tls else None
-    found = proxies.find(server, given=proxy)
-    usable = found if found is not None and not found.problem else None
-    return http_channel.HttpChannel(http_channel.Destination(server, context, usable))
 
 
 def connect(

@@ -1,4 +1,4 @@
-"""The connection to a server: sends the operator's token, sets deadlines, and translates gRPC errors."""
+"""The connection to a server, of gRPC or HTTP/1.1: sends the token, sets deadlines, and translates errors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import grpc
 
 from fedplat import texts, wire
 from fedplat._version import __version__
-from fedplat.admin.profile import DEFAULT_SERVER, Profile
+from fedplat.admin.profile import DEFAULT_SERVER, HTTP, Profile
 from fedplat.errors import ServerRefusedError, ServerUnreachableError
-from fedplat.wire import auth, proxies
+from fedplat.wire import auth, http_channel, proxies
 
 _CHANNEL_OPTIONS = (
     *wire.CHANNEL_OPTIONS,
@@ -116,6 +116,11 @@ class AdminConnection:
             return self._unreachable(f"no answer within {timeout_s:g} s")
         if code in _GONE or proxies.is_cut(details):
             return self._unreachable(proxies.shorten(details))
+        if code is grpc.StatusCode.UNIMPLEMENTED and self._profile.transport == HTTP:
+            return ServerRefusedError(
+                f"{server} does not serve this request over HTTP/1.1: start the server with --http-operators, or use "
+                "its address of gRPC"
+            )
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return ServerRefusedError(
                 f"{server} does not support this request ({details}): it is not a fedplat server, or it is older than "
@@ -136,13 +141,20 @@ class AdminConnection:
                     f"cannot connect to the server at {profile.server}: {problem}", reason=problem, is_lasting=True
                 )
         reason = proxies.explain(profile.server, reason)
+        place = "fedplat-server run"
+        if profile.transport == HTTP:
+            place = "fedplat-server run --http-operators, and that this is the address of its --http-listen"
         return ServerUnreachableError(
-            f"no fedplat server answers at {profile.server} ({reason}); check that it is running (fedplat-server run)",
+            f"no fedplat server answers at {profile.server} ({reason}); check that it is running ({place})",
             reason=reason,
         )
 
 
-def _open_channel(profile: Profile) -> grpc.Channel:
+def _open_channel(profile: Profile) -> Any:
+    """Return a channel of gRPC or of HTTP/1.1, for the stubs."""
+    if profile.transport == HTTP:
+        # Not every call of an operator may be repeated: some create something.
+        return http_channel.connect(profile.server, tls=not profile.insecure, ca=profile.ca, repeats=False)
     none = grpc.Compression.NoCompression
     options = (*_CHANNEL_OPTIONS, *proxies.channel_options(profile.server))
     if profile.insecure:

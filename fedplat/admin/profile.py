@@ -9,6 +9,7 @@ ca = '''
 '''
 ```
 `fedplat-server init` and `operator add` write it. Without `ca`, the certificate authorities of this machine are used.
+With `transport = "http"`, `server` is an address of HTTP/1.1.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -26,15 +28,20 @@ from fedplat.errors import ProfileError
 DEFAULT_SERVER = "127.0.0.1:7443"
 MAX_BYTES = 2**20
 """Maximum size of a profile's file."""
+GRPC, HTTP = "grpc", "http"
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The address and credentials of a server. `ca`: trusted certificates as PEM. `insecure`: without TLS."""
+    """The address and credentials of a server.
+
+    `ca`: trusted certificates as PEM. `insecure`: without TLS. `transport`: what the server speaks at the address.
+    """
 
     server: str = DEFAULT_SERVER
     token: str = ""
     ca: str = ""
     insecure: bool = False
+    transport: Literal["grpc", "http"] = GRPC
 
     def __repr__(self) -> str:
         return f"Profile(server={self.server!r}, insecure={self.insecure})"
@@ -100,6 +107,8 @@ def dump(profile: Profile) -> str:
         lines.append(f"token = {json.dumps(profile.token)}")
     if profile.insecure:
         lines.append("insecure = true")
+    if profile.transport != GRPC:
+        lines.append(f"transport = {json.dumps(profile.transport)}")
     if profile.ca:
         lines.append(f"ca = '''\n{profile.ca.strip()}\n'''")
     return "\n".join(lines) + "\n"

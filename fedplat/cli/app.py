@@ -14,7 +14,7 @@ import typer.main
 from typing_extensions import override
 
 from fedplat._version import __version__
-from fedplat.cli.options import AnyTimeoutOption, JsonOption
+from fedplat.cli.options import AUTO, AnyTimeoutOption, JsonOption, TransportOption
 from fedplat.command_line import settings
 from fedplat.command_line.groups import HELP_SETTINGS
 from fedplat.command_line.with_typer import TyperCommands, print_about, print_version
@@ -195,6 +195,7 @@ def options(  # noqa: PLR0913 - a command's parameters are its options
     insecure: Annotated[
         bool, typer.Option("--insecure", envvar="FEDPLAT_INSECURE", help="Connect without TLS.")
     ] = False,
+    transport: TransportOption = AUTO,
     as_json: Annotated[bool, typer.Option("--json", envvar="FEDPLAT_JSON", help="Print JSON.")] = False,
     timeout: AnyTimeoutOption = None,
     show_version: Annotated[
@@ -218,4 +219,4 @@ def options(  # noqa: PLR0913 - a command's parameters are its options
                 "FEDPLAT_PROFILE and FEDPLAT_CONTEXT"
             )
         profile, context_name = (profile, None) if ranks["profile"] < ranks["context_name"] else (None, context_name)
-    context.obj = Settings(server, as_json, profile, context_name, ca, insecure, timeout)
+    context.obj = Settings(server, as_json, profile, context_name, ca, insecure, timeout, transport)

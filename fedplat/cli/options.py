@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import click
 import typer
 
 from fedplat.admin.patience import DEFAULT_TIMEOUT_S
@@ -12,6 +13,17 @@ from fedplat.command_line.with_typer import read_duration
 ServerOption = Annotated[
     str | None,
     typer.Option("--server", metavar="HOST:PORT", help="Server to use. Default: FEDPLAT_SERVER, then the profile's."),
+]
+AUTO = "auto"
+TransportOption = Annotated[
+    str,
+    typer.Option(
+        "--transport",
+        click_type=click.Choice((AUTO, "grpc", "http")),
+        envvar="FEDPLAT_TRANSPORT",
+        help="What the server speaks at its address: gRPC, or HTTP/1.1 (its --http-listen, with --http-operators). "
+        "auto is the profile's choice, gRPC by default.",
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

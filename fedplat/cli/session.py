@@ -28,6 +28,7 @@ from fedplat import errors, texts
 from fedplat.admin import AdminClient, contexts, profile
 from fedplat.admin.patience import DEFAULT_TIMEOUT_S, Patience
 from fedplat.cli import formats
+from fedplat.cli.options import AUTO
 from fedplat.cli.output import Output, OutputFormat
 from fedplat.wire.v1 import admin_pb2
 
@@ -43,6 +44,7 @@ class Settings:
     ca: Path | None = None
     insecure: bool = False
     timeout_s: float | None = None
+    transport: str | None = None
 
     def resolve(self, server: str | None) -> profile.Profile:
         """Return the profile, overridden by the command line and the environment. Raises `ProfileError`."""
@@ -55,6 +57,8 @@ class Settings:
             changes["ca"] = profile.load_ca(self.ca)
         if self.insecure:
             changes["insecure"] = True
+        if self.transport not in (None, AUTO):
+            changes["transport"] = self.transport
         if token:
             changes["token"] = token
         return msgspec.structs.replace(found, **changes)
@@ -153,6 +157,7 @@ def _settings(context: click.Context) -> Settings:
         context=given.get("context_name"),
         ca=Path(ca) if ca else None,
         insecure=bool(given.get("insecure")),
+        transport=given.get("transport"),
     )
 
 

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Generic, Protocol, TypeVar, cast, overload
+from typing import Any, Generic, Protocol, TypeVar, cast, overload
 from urllib.parse import urlencode
 
 import grpc
@@ -18,6 +18,7 @@ import msgspec
 
 from fedplat import admin, errors
 from fedplat.errors import ServerRefusedError
+from fedplat.wire import http_requests
 from fedplat.wire.v1 import admin_pb2
 
 
@@ -98,8 +99,8 @@ PROGRESS_EVERY_S = 1.0
 
 def refusal_code(error: errors.ServerRefusedError) -> grpc.StatusCode | None:
     """Return the gRPC status with which the server refused a call."""
-    cause = error.__cause__
-    return cause.code() if isinstance(cause, grpc.RpcError) and isinstance(cause, grpc.Call) else None
+    cause: Any = error.__cause__
+    return cause.code() if isinstance(cause, grpc.Call | http_requests.HttpError) else None
 
 
 class AdminSource(admin.AdminClient):

@@ -1,25 +1,39 @@
-"""The protocol over HTTP/1.1: the unary form of the Connect protocol, and plain octets for the two methods of files.
+"""The protocol over HTTP/1.1: the forms of the Connect protocol, and plain octets for the files of clients.
 
 A call is `POST /SERVICE/METHOD` with the serialized message as its body. Metadata are headers of the same names, and
 signatures cover the same bytes as with gRPC. A refusal is a status of HTTP with a JSON object, and its trailing
 metadata are headers with a prefix (https://connectrpc.com/docs/protocol/, "Unary-Response").
 
 `Download` answers with the octets of the file from the requested offset on. `Upload` has its first message, the header
-that is signed, in a header of the request, and octets as its body.
+that is signed, in a header of the request, and octets as its body. These are the `OCTET_METHODS`.
+
+Other methods with a stream of messages, which only operators call, have the streaming form of the Connect protocol: the
+bodies of the request and of the response are envelopes, each a byte of flags, a length of 4 bytes (big-endian) and a
+message. The last envelope of a response has the flag `LAST` and a JSON object, with the error of a call that fails.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
+import struct
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
 
+from fedplat.wire.v1 import fleet_pb2
+
 PROTO: Final = "application/proto"
 OCTETS: Final = "application/octet-stream"
 JSON: Final = "application/json"
+STREAM: Final = "application/connect+proto"
+"""The content type of envelopes."""
+_FLEET = fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].full_name
+UPLOAD_METHOD: Final = f"/{_FLEET}/Upload"
+DOWNLOAD_METHOD: Final = f"/{_FLEET}/Download"
+OCTET_METHODS: Final = frozenset({UPLOAD_METHOD, DOWNLOAD_METHOD})
+"""The methods with a stream of messages that is one of octets here."""
 UPLOAD_HEADER: Final = "fedplat-request-bin"
 """The request header with the first message of an upload, in base64."""
 TIMEOUT_HEADER: Final = "connect-timeout-ms"
@@ -27,6 +41,10 @@ VERSION_HEADER: Final = "connect-protocol-version"
 TRAILER_PREFIX: Final = "trailer-"
 """What precedes the name of trailing metadata in a response."""
 MAX_REFUSAL_BYTES: Final = 64 * 2**10
+LAST: Final = 2
+"""The flag of the last envelope of a response. No other flag is used: bit 0 would mark a compressed message."""
+HEAD_BYTES: Final = 5
+"""The bytes of an envelope before its message."""
 
 
 class RefusalBody(msgspec.Struct, frozen=True):
@@ -34,6 +52,13 @@ class RefusalBody(msgspec.Struct, frozen=True):
 
     code: str
     message: str = ""
+
+
+class LastEnvelope(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The content of the last envelope: the refusal of a call that has failed, and its trailing metadata."""
+
+    error: RefusalBody | None = None
+    metadata: Mapping[str, Sequence[str]] = {}
 
 
 class Status(NamedTuple):
@@ -77,3 +102,18 @@ def decode_binary(text: str) -> bytes:
         return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
     except binascii.Error as exc:
         raise ValueError("it is not base64") from exc
+
+
+def enclose(message: bytes, flags: int = 0) -> bytes:
+    """Return a message in its envelope.
+
+    >>> enclose(b"abc").hex(), read_head(enclose(b"", LAST))
+    ('0000000003616263', (2, 0))
+    """
+    return struct.pack(">BI", flags, len(message)) + message
+
+
+def read_head(head: bytes) -> tuple[int, int]:
+    """Return the flags and the length of the envelope that begins with these `HEAD_BYTES` bytes."""
+    flags, size = struct.unpack(">BI", head)
+    return flags, size

@@ -109,13 +109,13 @@ _MAX_VARINT = 10
 """Maximum bytes of an encoded number of 64 bits."""
 
 
-def frame_field(field: int, data: Bytes) -> bytes:
-    """Encode a message whose only field is `data`.
+def frame_field(field: int, *parts: Bytes) -> bytes:
+    """Encode a message whose only field is data, which is given in parts.
 
-    >>> frame_field(CHUNK, b"abc") == model_pb2.Chunk(data=b"abc").SerializeToString()
+    >>> frame_field(CHUNK, b"ab", b"c") == model_pb2.Chunk(data=b"abc").SerializeToString()
     True
     """
-    return b"".join((_frame_head(field, data), data))
+    return b"".join((_frame_head(field, sum(map(len, parts))), *parts))
 
 
 def frame_part(position: int, data: Bytes) -> bytes:
@@ -126,7 +126,7 @@ def frame_part(position: int, data: Bytes) -> bytes:
     (1000, b'abc')
     """
     head = bytes([_POSITION << 3 | _VARINT]) + _encode_number(position)
-    return b"".join((head, _frame_head(UPLOAD, data), data))
+    return b"".join((head, _frame_head(UPLOAD, len(data)), data))
 
 
 def unframe_field(field: int, message: Bytes) -> memoryview | None:
@@ -157,8 +157,8 @@ def unframe_part(message: bytes) -> tuple[int, memoryview] | None:
     return (position, data) if data is not None and position < 2**64 else None
 
 
-def _frame_head(field: int, data: Bytes) -> bytes:
-    return bytes([field << 3 | _LENGTH_DELIMITED]) + _encode_number(len(data))
+def _frame_head(field: int, size: int) -> bytes:
+    return bytes([field << 3 | _LENGTH_DELIMITED]) + _encode_number(size)
 
 
 def _encode_number(number: int) -> bytes:

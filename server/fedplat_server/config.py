@@ -56,7 +56,9 @@ class Limits(msgspec.Struct, frozen=True):
     `newcomer_reads`: concurrent first messages of callers without a credential, of which `newcomer_reads_per_network`
     may be of one network (an IPv4 address, or the /64 of an IPv6 address); others wait for up to `newcomer_read_s`,
     and each must be complete within the same time, or within `newcomer_share_s` if others wait.
-    `http_connections`: open connections of the port of HTTP, each of which serves one call at a time.
+    `http_connections`: open connections of the port of HTTP, each of which serves one call at a time. Of those without
+    a successful call of an enrolled client or an operator, `http_newcomers` may wait for their callers for longer than
+    `http_share_s`, and `http_newcomers_per_network` of one network.
     `open_calls`: concurrent calls of the open services (health, reflection) on one port. `upload_memory_bytes`: the
     memory of all updates that are being received; of the others, `max_waiting_uploads` wait for up to `upload_wait_s`.
     """
@@ -89,6 +91,9 @@ class Limits(msgspec.Struct, frozen=True):
     newcomer_read_s: float = 5.0
     newcomer_share_s: float = 0.25
     http_connections: int = 4000
+    http_newcomers: int = 256
+    http_newcomers_per_network: int = 200
+    http_share_s: float = 2.0
     open_calls: int = 1024
     open_calls_per_network: int = 64
     upload_memory_bytes: int = 160 * 2**20

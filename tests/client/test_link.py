@@ -9,10 +9,10 @@ from pathlib import Path
 import grpc
 import pytest
 
+from fedplat.wire.http_requests import HttpError
 from fedplat_client import ClientOptions
 from fedplat_client.cancellation import StopSignal
 from fedplat_client.errors import CallError, CallRefusedError, ServerUnavailableError, UnreachableError
-from fedplat_client.http_channel import HttpError
 from fedplat_client.link import REMEMBERED_S, TransportChoice, network_to
 from fedplat_client.transport import GRPC, HTTP, ServerRoute, translate_error
 

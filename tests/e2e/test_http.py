@@ -19,9 +19,9 @@ from faults import proxy
 from fedplat.errors import FedplatError
 from fedplat.model import Parameters
 from fedplat.wire.auth import Ticket
+from fedplat.wire.http_channel import HttpChannel
 from fedplat_client import Client, ClientOptions, Task, TrainResult
 from fedplat_client._work import ranges
-from fedplat_client.http_channel import HttpChannel
 from fedplat_client.link import ServerLink
 from fedplat_client.transport import OpenChannel
 from fedplat_server.auth import pki_folder
@@ -29,6 +29,7 @@ from fedplat_server.auth.pki_folder import PkiFolder
 from support import deployment, load_balancers, processes
 from support.clients import at_work
 from support.connect_proxy import ConnectProxy
+from support.deployment import run_fedplat
 from support.jobs import write_job
 
 pytestmark = pytest.mark.slow
@@ -40,7 +41,7 @@ LARGE = Parameters.from_arrays({"weight": np.arange(2_500_000, dtype=np.float32)
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[processes.Server]:
     http = f"127.0.0.1:{processes.free_port()}"
     folder = tmp_path_factory.mktemp("http") / "server"
-    with processes.server(folder, "--http-listen", http, "--http-address", http) as running:
+    with processes.server(folder, "--http-listen", http, "--http-address", http, "--http-operators") as running:
         yield running
         assert running.stop() == 0
     assert "Traceback" not in running.log_text()
@@ -178,6 +179,29 @@ def test_transfers_over_http_resume_and_take_several_connections(
     np.testing.assert_allclose(found["weight"], LARGE["weight"] * np.float32(1.5) * np.float32(1.5), rtol=1e-5)
     assert len(dialed) >= 2 * 2
     assert all(isinstance(each, HttpChannel) for each in dialed)
+
+
+def test_the_commands_of_operators_print_the_same_over_http(server: processes.Server, tmp_path: Path) -> None:
+    """A job that is submitted, followed and exported over HTTP/1.1 alone; each list is the one that gRPC has."""
+    http = server.command[server.command.index("--http-listen") + 1]
+    over_http = ("--transport", "http", "--server", http)
+    job = tmp_path / "job.toml"
+    job.write_text(write_job("operated", population="operated", trainer="toy", rounds=2))
+    (tmp_path / "unused.safetensors").write_bytes(LARGE.to_bytes())
+    client = Client.from_ticket(ticket_of(server, "operated"), data_dir=tmp_path / "client", options=ClientOptions())
+    client.add_trainer("toy", train)
+    with at_work([client]):
+        said = run_fedplat(server, *over_http, "job", "submit", str(job), "--follow")
+    assert ") is COMPLETED" in said
+    exported = [tmp_path / "http.safetensors", tmp_path / "grpc.safetensors"]
+    run_fedplat(server, *over_http, "model", "export", "operated", "--to", str(exported[0]))
+    run_fedplat(server, "model", "export", "operated", "--to", str(exported[1]))
+    assert exported[0].read_bytes() == exported[1].read_bytes()
+    for words in (("job", "list"), ("job", "watch", "operated"), ("client", "list"), ("model", "list", "operated")):
+        assert run_fedplat(server, *over_http, *words, "--json") == run_fedplat(server, *words, "--json"), words
+    assert "no such job: 'unknown'" in run_fedplat(server, *over_http, "job", "watch", "unknown", status=1)
+    wrong = run_fedplat(server, "--transport", "http", "--server", server.address, "status", status=5)
+    assert "fedplat-server run --http-operators, and that this is the address of its --http-listen" in wrong
 
 
 def test_a_proxy_that_refuses_is_named_with_the_remedy(

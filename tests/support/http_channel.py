@@ -1,6 +1,6 @@
 """A channel of gRPC's asynchronous API that speaks HTTP/1.1: the stubs of tests work over it unchanged.
 
-It is written from `docs/http.md`, not with the product's client: what the two do must agree.
+It is written from `docs/protocol.md`, not with the product's client: what the two do must agree.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import base64
 import contextlib
 import json
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import grpc
@@ -81,23 +81,34 @@ def request(path: str, body: bytes, headers: Mapping[str, str], method: str = "P
 
 
 async def read_answer(reader: asyncio.StreamReader) -> Answer:
+    return await _read_rest(reader, *await read_head(reader))
+
+
+async def read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+    """The status and the headers of a response."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:] if line)}
+    return int(head[0].split()[1]), headers
+
+
+async def _read_rest(reader: asyncio.StreamReader, status: int, headers: dict[str, str]) -> Answer:
     if "content-length" in headers:
         body = await reader.readexactly(int(headers["content-length"]))
     elif headers.get("transfer-encoding") == "chunked":
-        body = await _read_chunks(reader)
+        body = b"".join([chunk async for chunk in read_chunks(reader)])
     else:
-        body = b"" if head[0].split()[1] == "204" else await reader.read()
-    return Answer(int(head[0].split()[1]), headers, body)
+        body = b"" if status == 204 else await reader.read()
+    return Answer(status, headers, body)
 
 
-async def _read_chunks(reader: asyncio.StreamReader) -> bytes:
-    body = b""
-    while size := int(await reader.readline(), 16):
-        body += (await reader.readexactly(size + 2))[:-2]
+async def read_chunks(reader: asyncio.StreamReader) -> AsyncGenerator[bytes]:
+    while size := int(await reader.readuntil(b"\n"), 16):
+        yield (await reader.readexactly(size + 2))[:-2]
     await reader.readline()
-    return body
+
+
+def envelope(message: bytes, flags: int = 0) -> bytes:
+    return bytes([flags]) + len(message).to_bytes(4, "big") + message
 
 
 def headers_of(metadata: Iterable[tuple[str, str | bytes]], content_type: str) -> dict[str, str]:
@@ -120,8 +131,30 @@ def error_of(answer: Answer) -> aio.AioRpcError:
     return aio.AioRpcError(code, aio.Metadata(), aio.Metadata(*trailing), said.get("message", ""))
 
 
+OCTETS = frozenset({"/fedplat.wire.v1.Fleet/Download", "/fedplat.wire.v1.Fleet/Upload"})
+"""The streams that are files, and no envelopes."""
+STREAM = "application/connect+proto"
+
+
 def _same(message: Any) -> Any:
     return message
+
+
+class _Responses:
+    """A stream of responses, which may be cancelled."""
+
+    def __init__(self, found: AsyncGenerator[Any]) -> None:
+        self._found = found
+        self._closing: asyncio.Task[None] | None = None
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self._found
+
+    async def aclose(self) -> None:
+        await self._found.aclose()
+
+    def cancel(self) -> None:
+        self._closing = asyncio.create_task(self.aclose())
 
 
 class HttpStubChannel:
@@ -129,6 +162,12 @@ class HttpStubChannel:
 
     def __init__(self, peer: HttpPeer) -> None:
         self.peer = peer
+
+    async def __aenter__(self) -> HttpStubChannel:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
 
     async def close(self) -> None:
         """Does nothing: each call has a connection of its own."""
@@ -144,6 +183,26 @@ class HttpStubChannel:
         if answer.status != 200:
             raise error_of(answer)
         return answer.body
+
+    async def _ask_stream(
+        self, path: str, requests: list[bytes], metadata: Any, timeout: float | None
+    ) -> AsyncIterator[bytes]:
+        """The messages of a response in envelopes, as they come."""
+        try:
+            async with asyncio.timeout(timeout):
+                reader, writer = await self.peer.open()
+                with contextlib.closing(writer):
+                    writer.write(request(path, b"".join(map(envelope, requests)), headers_of(metadata, STREAM)))
+                    status, headers = await read_head(reader)
+                    if status != 200:
+                        raise error_of(await _read_rest(reader, status, headers))
+                    async with contextlib.aclosing(read_chunks(reader)) as chunks:
+                        async for message in _read_envelopes(chunks):
+                            yield message
+        except TimeoutError:
+            raise _failure(grpc.StatusCode.DEADLINE_EXCEEDED, "there was no answer in time") from None
+        except (OSError, EOFError) as exc:
+            raise _failure(grpc.StatusCode.UNAVAILABLE, f"the connection broke: {exc}") from exc
 
     def unary_unary(
         self, path: str, request_serializer: Any = None, response_deserializer: Any = None, **_: Any
@@ -162,15 +221,19 @@ class HttpStubChannel:
     def unary_stream(
         self, path: str, request_serializer: Any = None, response_deserializer: Any = None, **_: Any
     ) -> Callable[..., Any]:
-        serialize = request_serializer or _same
+        serialize, decode = request_serializer or _same, response_deserializer or _same
 
-        async def receive(request: Any, timeout: float | None, metadata: Any) -> AsyncIterator[Any]:
+        async def receive(request: Any, timeout: float | None, metadata: Any) -> AsyncGenerator[Any]:
+            if path not in OCTETS:
+                async for message in self._ask_stream(path, [serialize(request)], metadata, timeout):
+                    yield decode(message)
+                return
             body = await self._ask(path, serialize(request), headers_of(metadata, "application/proto"), timeout)
             if body:
                 yield model_pb2.Chunk(data=body)
 
-        def call(request: Any, timeout: float | None = None, metadata: Any = ()) -> AsyncIterator[Any]:
-            return receive(request, timeout, metadata)
+        def call(request: Any, timeout: float | None = None, metadata: Any = ()) -> _Responses:
+            return _Responses(receive(request, timeout, metadata))
 
         return call
 
@@ -181,6 +244,10 @@ class HttpStubChannel:
 
         async def send(requests: Any, timeout: float | None, metadata: Any) -> Any:
             given = [each async for each in requests] if isinstance(requests, AsyncIterator) else list(requests)
+            if path not in OCTETS:
+                sent = [serialize(each) for each in given]
+                (message,) = [each async for each in self._ask_stream(path, sent, metadata, timeout)]
+                return decode(message)
             first = serialize(given[0]) if given else b""
             headers = headers_of([*metadata, ("fedplat-request-bin", first)], "application/octet-stream")
             body = b"".join(each.data if isinstance(each, fleet_pb2.UploadRequest) else each for each in given[1:])
@@ -192,6 +259,26 @@ class HttpStubChannel:
         return call
 
     stream_stream = unary_stream
+
+
+async def _read_envelopes(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The messages of envelopes. Raises the error of the last one, and `EOFError` without it."""
+    data = b""
+    async for part in parts:
+        data += part
+        while len(data) >= 5 and len(data) >= (end := 5 + int.from_bytes(data[1:5], "big")):
+            flags, message, data = data[0], data[5:end], data[end:]
+            if not flags:
+                yield message
+                continue
+            assert (flags, data) == (2, b"")
+            said = json.loads(message)
+            if "error" in said:
+                trailing = [(name, values[0]) for name, values in said.get("metadata", {}).items()]
+                code, text = grpc.StatusCode[CODES[said["error"]["code"]]], said["error"].get("message", "")
+                raise aio.AioRpcError(code, aio.Metadata(), aio.Metadata(*trailing), text)
+            return
+    raise EOFError("the response has no end")
 
 
 def _failure(code: grpc.StatusCode, text: str) -> aio.AioRpcError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, cast
 
 from grpc import aio
@@ -34,8 +35,8 @@ class Transport:
         return self.http or grpc
 
 
-def connect(address: str, name: Name) -> aio.Channel:
+def connect(address: str, name: Name, options: Sequence[tuple[str, int]] = _OPTIONS) -> aio.Channel:
     """A channel for the stubs of gRPC's asynchronous API."""
     if name == "http":
         return cast(Any, HttpStubChannel(HttpPeer(int(address.rpartition(":")[2]))))
-    return aio.insecure_channel(address, options=_OPTIONS)
+    return aio.insecure_channel(address, options=options)

@@ -13,9 +13,9 @@ import grpc
 from google.protobuf.message import Message
 
 from fedplat import wire
-from fedplat.wire import auth, messages
+from fedplat.wire import auth, http_channel, messages
 from fedplat.wire.v1 import fleet_pb2, model_pb2
-from fedplat_client import cancellation, errors, http_channel, spans
+from fedplat_client import cancellation, errors, spans
 from fedplat_client._state.data_dir import SigningKey
 from fedplat_client.cancellation import StopSignal
 from fedplat_client.errors import CallError, CallRefusedError, IncompatibleServerError, ServerUnavailableError

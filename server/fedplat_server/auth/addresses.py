@@ -84,6 +84,16 @@ def parse_network(text: str) -> _Network:
         raise ConfigError(f"trusted proxy {text!r}: expected an address or a network, such as 10.0.0.0/8") from exc
 
 
+def is_within(text: str, networks: Sequence[_Network]) -> bool:
+    """Return whether an address is in one of the networks.
+
+    >>> is_within("10.0.0.7", [parse_network("10.0.0.0/8")]), is_within("::1", [parse_network("10.0.0.0/8")])
+    (True, False)
+    """
+    address = _parse(text)
+    return address is not None and any(address in network for network in networks)
+
+
 def origin(peer: str, forwarded: Sequence[str], trusted: Sequence[_Network]) -> Origin:
     """Return the origin of a call from `peer`, a peer string of gRPC.
 

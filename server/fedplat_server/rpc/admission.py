@@ -41,6 +41,12 @@ MAX_WAITING_PER_NETWORK = 256
 """Calls that may wait for a turn of their network; if there are more, those of the greediest connection are refused."""
 
 
+def is_public(method: str) -> bool:
+    """Return whether a method (`/service/name`) is called without a credential."""
+    service, _, name = method.removeprefix("/").partition("/")
+    return name in NEWCOMERS if service == FLEET else not service.startswith("fedplat.")
+
+
 class Caller(NamedTuple):
     """A caller without a credential: the groups of its address, and its connection ("": unknown)."""
 

@@ -32,7 +32,8 @@ from fedplat_server.database.store import Store
 from fedplat_server.instruments import Instruments
 from fedplat_server.messages.streams import UploadMessage
 from fedplat_server.rpc import interceptor, operator_access
-from fedplat_server.rpc.admission import FLEET, Admission, OpenAdmission, Reads
+from fedplat_server.rpc.admission import FLEET, Admission, OpenAdmission, Reads, is_public
+from fedplat_server.rpc.http import forms
 from fedplat_server.rpc.http.app import Application
 from fedplat_server.rpc.http.endpoint import HttpEndpoint
 from fedplat_server.rpc.interceptor import Handler
@@ -44,8 +45,12 @@ if TYPE_CHECKING:
 
 _Servicer = TypeVar("_Servicer")
 _SERVICES = (FLEET, *(service.full_name for service in operator_access.SERVICES))
-_HTTP_SERVICES: tuple[Any, ...] = tuple(
-    file.services_by_name[name] for file, name in ((fleet_pb2.DESCRIPTOR, "Fleet"), (health_pb2.DESCRIPTOR, "Health"))
+_HTTP_METHODS: tuple[Any, ...] = (
+    *fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].methods,
+    health_pb2.DESCRIPTOR.services_by_name["Health"].methods_by_name["Check"],
+)
+_OPERATORS_METHODS: tuple[Any, ...] = tuple(
+    method for service in operator_access.SERVICES for method in service.methods
 )
 MAX_STREAMS = 100
 """Maximum open calls of a connection; each may hold a window of `WINDOW_BYTES` before it is read."""
@@ -198,9 +203,10 @@ class Endpoint:
         self._http: HttpEndpoint | None = None
         if config.http_listen:
             application = Application(
-                (*_HTTP_SERVICES, *(operator_access.SERVICES if config.http_operators else ())),
+                forms.list_forms((*_HTTP_METHODS, *(_OPERATORS_METHODS if config.http_operators else ()))),
                 lambda details: self.router.service(details) or public.service(details),
                 errors_of_calls.wrap,
+                is_public,
                 config.http_origins,
             )
             self._http = HttpEndpoint(config, self.certificates, application)

@@ -51,6 +51,7 @@ async def test_requests_that_are_no_calls(peer: HttpPeer) -> None:
     assert await status("/", b"", HEADERS) == (501, "unimplemented")
     assert await status(f"{FLEET}Nothing", b"", HEADERS) == (501, "unimplemented")
     assert await status(PATH, b"", HEADERS, "GET") == (405, bad)
+    assert await status(PATH, BODY, HEADERS, "PUT") == (405, bad)
     assert await status(PATH, BODY, {}) == (415, bad)
     assert await status(PATH, BODY, {**HEADERS, "content-type": "application/json"}) == (415, bad)
     assert await status(PATH, BODY, {**HEADERS, "content-encoding": "gzip"}) == (415, bad)
@@ -78,6 +79,36 @@ async def test_headers_and_framing_that_are_not_valid_close_the_connection(peer:
         f"POST {PATH} HTTP/1.1\r\nhost: a\r\nbad header\r\n\r\n".encode(),
     ):
         assert (await peer.send(data)).status == 400, data
+
+
+def raw(*lines: str, body: bytes = BODY, version: str = "1.1") -> bytes:
+    """A request with these lines of its head, after the usual two."""
+    head = "\r\n".join((f"POST {PATH} HTTP/{version}", "host: a", "content-type: application/proto", *lines))
+    return f"{head}\r\n\r\n".encode() + body
+
+
+async def test_requests_of_odd_but_valid_http(peer: HttpPeer) -> None:
+    length = f"content-length: {len(BODY)}"
+    assert (await peer.send(raw(length, version="1.0"))).status == 200
+    assert (await peer.send(raw(length, "connection: upgrade, http2-settings", "upgrade: h2c"))).status == 200
+    assert said(await peer.send(raw(body=b""))) == (400, "failed_precondition")  # no length is no body: an old version
+    twice = await peer.send(raw(length, "fedplat-nonce-bin: AAAA", "fedplat-nonce-bin: AAAA"))
+    assert (twice.status, b"occurs twice" in twice.body) == (400, True)
+
+
+async def test_bodies_of_another_length(peer: HttpPeer) -> None:
+    """What is too much is another request, and what is too little is no call."""
+    reader, writer = await peer.open()
+    writer.write(raw(f"content-length: {len(BODY)}", body=BODY + b"junk\r\n\r\n"))
+    statuses = [(await asyncio.wait_for(read_answer(reader), daemons.PATIENCE_S)).status for _ in range(2)]
+    assert statuses == [200, 400]
+    assert await asyncio.wait_for(reader.read(), daemons.PATIENCE_S) == b""
+    writer.close()
+    reader, writer = await peer.open()
+    writer.write(raw(f"content-length: {len(BODY) + 1}"))
+    writer.write_eof()
+    assert await asyncio.wait_for(reader.read(), daemons.PATIENCE_S) == b""
+    writer.close()
 
 
 @pytest.mark.parametrize("name", broken_requests.SMUGGLING)

@@ -152,7 +152,3 @@ async def test_operators_may_be_served(folder: Path) -> None:
         assert (await operators.GetStatus(admin_pb2.GetStatusRequest())).num_waiting == 0
         status, *_ = await outcome(admin_pb2_grpc.OperatorsStub(http(site)).GetStatus(admin_pb2.GetStatusRequest()))
         assert status == "UNAUTHENTICATED"
-        jobs: Any = authorized(admin_pb2_grpc.JobsStub(http(site)), ADMIN_TOKEN)
-        stream = jobs.WatchJob(admin_pb2.WatchJobRequest(job="j"))
-        status, *_ = await outcome(anext(stream))
-        assert status == "UNIMPLEMENTED"

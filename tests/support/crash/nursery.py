@@ -34,7 +34,7 @@ class Process:
 class Order:
     """What is to be started: a daemon, or (`upgrade`) what brings the database to this version.
 
-    With `files_only`, no update is a record of a segment.
+    With `files_only`, no update is a record of a segment. With `http`, its port is that of HTTP/1.1.
     """
 
     data_dir: Path
@@ -47,6 +47,7 @@ class Order:
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     upgrade: bool = False
     files_only: bool = False
+    http: bool = False
     crash_at: str = ""
 
     def armed(self, crash_at: str) -> Order:

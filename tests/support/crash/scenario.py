@@ -21,7 +21,7 @@ from fedplat.codecs.container import Format, options_from_text
 from fedplat.model import Parameters
 from fedplat.wire import digests
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
-from support import daemons
+from support import daemons, transports
 from support.crash.nursery import Nursery, Order, Process
 from support.daemons import RawClient, Site, digest_of
 from support.jobs import job_file
@@ -111,7 +111,7 @@ class World:
             self._ended(await process.status)
             return
         address = f"127.0.0.1:{process.port.result()}"
-        async with aio.insecure_channel(address, options=_QUICK) as channel:
+        async with transports.connect(address, "http" if order.http else "grpc", _QUICK) as channel:
             site = _site(channel, order)
             life = Life(process, asyncio.Event(), channel, site)
             self._life.set_result(life)

@@ -96,6 +96,8 @@ async def _serve(order: dict[str, Any]) -> None:
         webhook_networks=tuple(order["webhook_networks"]),
         blobs=order["blobs"],
         spool=order["spool"],
+        http_listen="127.0.0.1:0" if order["http"] else "",
+        http_operators=order["http"],
     )
     if config.is_shared:
         await _bury_the_leader(config.database)
@@ -105,7 +107,7 @@ async def _serve(order: dict[str, Any]) -> None:
         started = asyncio.create_task(daemon.started.wait())
         await asyncio.wait([running, started], return_when=asyncio.FIRST_COMPLETED)
         if started.done():
-            _answer(order["number"], port=daemon.port)
+            _answer(order["number"], port=daemon.http_port or daemon.port)
         started.cancel()
         await running
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from typing import Any, Never, TypeAlias
+from typing import Any, Never, Protocol, TypeAlias
 
 import grpc
 from grpc import aio
 from typing_extensions import override
 
-from fedplat.wire import http, messages
+from fedplat.wire import http
 from fedplat_server import errors
 from fedplat_server.auth import addresses
 from fedplat_server.rpc import interceptor
@@ -19,10 +19,6 @@ from fedplat_server.rpc.context import ServedCall
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
-PART_BYTES = 2**18
-"""The bytes of an upload that are received before they are stored."""
-PART_S = 1.0
-"""The longest time for which the bytes of an upload are gathered: a slow caller must be seen to send."""
 _METADATA = ("authorization", addresses.FORWARDED, "traceparent", "tracestate")
 """Metadata besides those of the protocol, which begin with `fedplat-`."""
 
@@ -42,6 +38,8 @@ def read_metadata(scope: Scope) -> list[tuple[str, str | bytes]]:
         if name == http.UPLOAD_HEADER or name.startswith(addresses.PREFIX):
             continue
         if name.startswith("fedplat-") or name in _METADATA:
+            if name.startswith("fedplat-") and any(name == each for each, _ in found):
+                raise BadHeaderError(f"the header {name} occurs twice")
             text = value.decode("latin-1")
             if not (text.isascii() and text.isprintable()):
                 raise BadHeaderError(f"the header {name} has characters other than printable ASCII")
@@ -64,39 +62,74 @@ def _decode(name: str, text: str) -> bytes:
         raise BadHeaderError(f"the header {name} is not base64") from exc
 
 
-class HttpCall(ServedCall):
-    """A call whose body is its message or, with `first`, its first message is that and the body is the octets after.
+class RequestBody:
+    """The body of a request. Once it is complete, its task is cancelled as soon as the caller is gone.
 
-    Once the body is complete, the task of the call is cancelled as soon as its caller is gone. `decode` is the
-    handler's deserializer.
+    `take` returns parts that the connection has kept, which precede what is received next.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, decode: Callable[[bytes], Any], limit_bytes: int) -> None:
-        """`limit_bytes`: the maximum bytes of a message. Raises `BadHeaderError`."""
+    def __init__(self, receive: Receive, take: Callable[[], list[bytes]]) -> None:
+        self._receive = receive
+        self._take = take
+        self._task = asyncio.current_task()
+        self._watch: asyncio.Task[None] | None = None
+        self.more = True
+        """Whether more of it follows."""
+        self.is_gone = False
+        """Whether the caller has closed the connection."""
+
+    async def receive(self) -> list[bytes]:
+        """Return the next parts, maybe none."""
+        event = await self._receive()
+        if event["type"] == "http.disconnect":
+            self.is_gone = True
+            raise asyncio.CancelledError
+        self.more = event.get("more_body", False)
+        if not self.more:
+            self._watch = asyncio.create_task(self._wait_until_gone(), name="HTTP caller")
+        parts = self._take()
+        if body := event.get("body", b""):
+            parts.append(body)
+        return parts
+
+    async def _wait_until_gone(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.is_gone = True
+        if self._task is not None:
+            self._task.cancel()
+
+    async def close(self) -> None:
+        """End the wait for the end of the caller."""
+        if self._watch is not None:
+            self._watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watch
+
+
+class IncomingMessages(Protocol):
+    """The serialized messages of a request."""
+
+    async def next(self) -> bytes | None:
+        """Return the next message; None at the end. Raises `RefusedError`."""
+        ...
+
+
+class HttpCall(ServedCall):
+    """A call with these messages. `decode` is the handler's deserializer."""
+
+    def __init__(self, scope: Scope, found: IncomingMessages, decode: Callable[[bytes], Any]) -> None:
+        """Read the metadata. Raises `BadHeaderError`."""
         host, port = scope["client"] or ("", 0)
         self._peer = f"ipv6:%5B{host}%5D:{port}" if ":" in host else f"ipv4:{host}:{port}"
         self._metadata = read_metadata(scope)
-        self._receive = receive
+        self._messages = found
         self._decode = decode
-        self._limit = limit_bytes
-        self._first: bytes | None = None
-        self._is_upload = False
-        self._is_read = False
         self._code: grpc.StatusCode | None = None
         self._callbacks: list[Callable[[Any], object]] = []
-        self._task = asyncio.current_task()
-        self._watch: asyncio.Task[None] | None = None
         self._ends_at: float | None = None
-        self.more = True
-        """Whether more of the body follows."""
-        self.is_gone = False
-        """Whether the caller has closed the connection."""
+        self._trailing: Sequence[tuple[str, str | bytes]] = ()
         self.details = ""
-        self.trailing: Sequence[tuple[str, str | bytes]] = ()
-
-    def begin_upload(self, first: bytes) -> None:
-        """Take the body as octets that follow a first message."""
-        self._first, self._is_upload = first, True
 
     def limit_time(self, seconds: float | None) -> None:
         """Set the caller's deadline."""
@@ -132,66 +165,26 @@ class HttpCall(ServedCall):
 
     @override
     def set_trailing_metadata(self, trailing_metadata: Any) -> None:
-        self.trailing = trailing_metadata
+        self._trailing = trailing_metadata
+
+    def list_trailers(self) -> list[tuple[str, str]]:
+        """Return the trailing metadata of the protocol, as headers have them."""
+        return [(key, http.encode_value(value)) for key, value in self._trailing if key.startswith("fedplat-")]
 
     @override
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> Never:
-        self._code, self.details, self.trailing = code, details, trailing_metadata
+        self._code, self.details, self._trailing = code, details, trailing_metadata
         raise aio.AbortError
 
     @override
     async def read(self) -> Any:
-        if self._is_upload:
-            if self._first is not None:
-                first, self._first = self._first, None
-                return self._decode(first)
-            data = await self._receive_part()
-            return self._decode(messages.frame_field(messages.UPLOAD, data)) if data else aio.EOF
-        if self._is_read:
-            return aio.EOF
-        self._is_read = True
-        data = bytearray()
-        while self.more and len(data) <= self._limit:
-            data += await self._receive_body()
-        if len(data) > self._limit:
-            text = f"the message has more than the {self._limit} bytes that are expected for this method"
-            return interceptor.ReceivedMessage(None, b"", errors.RefusedError(errors.Code.TOO_LARGE, text))
-        return self._decode(bytes(data))
+        try:
+            message = await self._messages.next()
+        except errors.RefusedError as exc:
+            return interceptor.ReceivedMessage(None, b"", exc)
+        return aio.EOF if message is None else self._decode(message)
 
-    async def _receive_part(self) -> bytes:
-        """Return the next octets of an upload; none at its end."""
-        clock = asyncio.get_running_loop().time
-        parts, size, began = list[bytes](), 0, clock()
-        while self.more and size < PART_BYTES and clock() - began < PART_S:
-            parts.append(await self._receive_body())
-            size += len(parts[-1])
-        while self.more and not size:  # nothing came in time, and an empty part would be the end
-            parts.append(await self._receive_body())
-            size += len(parts[-1])
-        return b"".join(parts) if len(parts) != 1 else parts[0]
-
-    async def _receive_body(self) -> bytes:
-        event = await self._receive()
-        if event["type"] == "http.disconnect":
-            self.is_gone = True
-            raise asyncio.CancelledError
-        self.more = event.get("more_body", False)
-        if not self.more:
-            self._watch = asyncio.create_task(self._wait_until_gone(), name="HTTP caller")
-        return event.get("body", b"")
-
-    async def _wait_until_gone(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self.is_gone = True
-        if self._task is not None:
-            self._task.cancel()
-
-    async def end(self) -> None:
-        """End what accompanies the call, and count it as ended."""
-        if self._watch is not None:
-            self._watch.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watch
+    def end(self) -> None:
+        """Count the call as ended."""
         for callback in self._callbacks:
             callback(self)

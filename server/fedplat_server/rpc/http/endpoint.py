@@ -18,7 +18,7 @@ import uvicorn
 from fedplat import http_connections
 from fedplat.http_connections import BackgroundServer, ConnectionLimits
 from fedplat_server import logs
-from fedplat_server.auth import tls
+from fedplat_server.auth import addresses, tls
 from fedplat_server.config import ServerConfig
 from fedplat_server.errors import ConfigError
 from fedplat_server.rpc.http.app import MAX_HEADER_BYTES, Application
@@ -26,7 +26,7 @@ from fedplat_server.rpc.http.app import MAX_HEADER_BYTES, Application
 IDLE_S = 75
 """How long a connection may wait for its next request: longer than load balancers keep theirs."""
 TLS_BUFFER_BYTES = 32 * 2**10
-"""What asyncio allocates for each connection with TLS, from its handshake on; its default is eight times as much."""
+"""What asyncio allocates for each handshake of TLS; its default is eight times as much."""
 _KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 2}
 """A caller that lost its network must not count as waiting; the same times as with gRPC."""
 
@@ -111,8 +111,17 @@ class HttpEndpoint:
 
 
 def _limits(config: ServerConfig) -> ConnectionLimits:
-    limits = config.limits
-    return ConnectionLimits(total=limits.http_connections, body_s=None, response_s=None, stall_s=limits.idle_s)
+    limits, proxies = config.limits, [addresses.parse_network(text) for text in config.trusted_proxies]
+    return ConnectionLimits(
+        limits.http_connections,
+        limits.http_newcomers,
+        limits.http_newcomers_per_network,
+        limits.http_share_s,
+        is_known=lambda address: addresses.is_within(address, proxies),
+        body_s=None,
+        response_s=None,
+        stall_s=limits.idle_s,
+    )
 
 
 def _bound_tls_buffers() -> None:

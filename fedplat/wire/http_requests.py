@@ -1,4 +1,4 @@
-"""Calls over HTTP/1.1 with the interface of a gRPC channel, for networks that let no gRPC through (see docs/http.md).
+"""Calls over HTTP/1.1: requests, their responses, and the connections that they take.
 
 A call runs in the thread that asks for its result; another thread may cancel it, which closes its connection.
 Connections are kept for the next call.
@@ -9,12 +9,13 @@ from __future__ import annotations
 import base64
 import contextlib
 import http.client
+import math
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 import grpc
@@ -25,8 +26,6 @@ from fedplat.config.decoding import prepare_type
 from fedplat.wire import http as protocol
 from fedplat.wire import messages, proxies
 
-MAX_WAIT_S = 25.0
-"""The longest time for which a call waits at the server: proxies end requests that are silent for a minute, or less."""
 PIECE_BYTES = 8 * 2**20
 SMALL_PIECE_BYTES = 512 * 2**10
 """The octets of one request of an upload: after the refusal of a proxy, less than the usual limit of 1 MiB."""
@@ -37,6 +36,12 @@ _STALE_S = 1.0
 """A kept connection that breaks within this time was closed while it was idle: the call is made again."""
 _READ_BYTES = 2**18
 _TOO_LARGE = 413
+_KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 2}
+"""A watch may be silent for hours; these times, as with gRPC, detect whether the server is still reachable."""
+_Body: TypeAlias = Sequence[messages.Bytes] | Iterator[bytes]
+"""The parts of a request's body; those of an iterator can be sent once, and have a length that is not known before."""
+_S = grpc.StatusCode
+_SUCCESS = (protocol.PROTO, protocol.OCTETS, protocol.STREAM)
 
 
 class _Trailer(NamedTuple):
@@ -73,29 +78,21 @@ class Destination(NamedTuple):
     proxy: proxies.Proxy | None
 
 
-def make_context(ca: str) -> ssl.SSLContext:
-    """Return a context that trusts these certificates (PEM) or, without any, those of the platform."""
-    context = ssl.create_default_context(cadata=ca or None)
-    context.set_alpn_protocols(["http/1.1"])
-    return context
+class ConnectionPool:
+    """The connections to a server, and the calls that are open.
 
+    With `repeats`, a call is made again if its connection was used before and breaks at once. The server may have
+    received it nevertheless, so this is for calls that may be repeated.
+    """
 
-class HttpChannel:
-    """A channel to a server. `unary_unary`, `unary_stream` and `stream_unary` are those of `grpc.Channel`."""
-
-    def __init__(self, destination: Destination) -> None:
+    def __init__(self, destination: Destination, *, repeats: bool) -> None:
         self._destination = destination
+        self.repeats = repeats
+        self.piece_bytes = PIECE_BYTES
         self._idle: list[tuple[float, http.client.HTTPConnection]] = []
-        self._open: set[_Call] = set()
+        self._open: set[HttpRequest] = set()
         self._is_closed = False
         self._lock = threading.Lock()
-        self.piece_bytes = PIECE_BYTES
-
-    def __enter__(self) -> HttpChannel:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Cancel the calls that are open, and close the connections that are kept."""
@@ -108,39 +105,26 @@ class HttpChannel:
         for _, connection in idle:
             connection.close()
 
-    def unary_unary(self, method: str, /, *, response_deserializer: Callable[[bytes], Any]) -> Any:
-        """Return a function that makes calls of a method."""
-        return _Unary(self, method, response_deserializer)
-
-    def stream_unary(self, method: str, /, *, response_deserializer: Callable[[bytes], Any]) -> Any:
-        """Return a function that uploads: the first message is a header, and the others have the octets."""
-        return _Upload(self, method, response_deserializer)
-
-    def unary_stream(self, method: str, /, *, response_deserializer: object = None) -> Any:
-        """Return a function that downloads the octets of a file."""
-
-        def call(request: bytes, timeout: float, metadata: Any) -> _Download:
-            return _Download(_Call(self, method, request, timeout, metadata))
-
-        return call
-
-    def begin(self, call: _Call) -> None:
-        """Note that a call is open."""
+    def begin(self, call: HttpRequest) -> None:
+        """Note that a call is open. A pool that is closed cancels it."""
         with self._lock:
             self._open.add(call)
+            is_closed = self._is_closed
+        if is_closed:
+            call.cancel()
 
-    def end(self, call: _Call) -> None:
+    def end(self, call: HttpRequest) -> None:
         """Note that a call is not open any more."""
         with self._lock:
             self._open.discard(call)
 
-    def acquire(self) -> tuple[http.client.HTTPConnection, bool]:
-        """Return a connection, and whether it was used before."""
+    def acquire(self, *, is_new: bool) -> tuple[http.client.HTTPConnection, bool]:
+        """Return a connection, and whether it was used before; if `is_new`, it was not."""
         oldest = time.monotonic() - _IDLE_S
         with self._lock:
-            while self._idle:
+            while self._idle and not is_new:
                 since, connection = self._idle.pop()
-                if since >= oldest:
+                if since >= oldest and _is_open(connection.sock):
                     return connection, True
                 connection.close()
         return self._connect(), False
@@ -172,6 +156,18 @@ class HttpChannel:
         return connection
 
 
+def _is_open(kept: socket.socket) -> bool:
+    """Return whether a connection without a call has neither ended nor received anything."""
+    kept.settimeout(0.0)
+    try:
+        socket.socket.recv(kept, 1, socket.MSG_PEEK)  # that of TLS has no flags
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def _authorize(proxy: proxies.Proxy) -> dict[str, str]:
     place = urlsplit(proxy.url)
     if place.username is None:
@@ -180,26 +176,36 @@ def _authorize(proxy: proxies.Proxy) -> dict[str, str]:
     return {"Proxy-Authorization": f"Basic {base64.b64encode(pair.encode()).decode()}"}
 
 
-class _Call:
+class HttpRequest:
     """One request and its response."""
 
-    def __init__(self, channel: HttpChannel, path: str, body: Any, timeout: float, metadata: Any) -> None:
-        self._channel = channel
+    def __init__(
+        self,
+        pool: ConnectionPool,
+        path: str,
+        body: _Body,
+        timeout: float | None,
+        metadata: Any,
+        content_type: str = protocol.PROTO,
+    ) -> None:
+        self._pool = pool
         self._path = path
-        self._body: list[messages.Bytes] = body if isinstance(body, list) else [body]
-        self._ends_at = time.monotonic() + timeout
+        self._body = body
+        self._ends_at = math.inf if timeout is None else time.monotonic() + timeout
         self._headers = {
-            "content-type": protocol.PROTO,
-            "content-length": str(sum(map(len, self._body))),
+            "content-type": content_type,
             protocol.VERSION_HEADER: "1",
-            protocol.TIMEOUT_HEADER: str(min(int(1000 * timeout), 10**10 - 1)),
-            **{name: protocol.encode_value(value) for name, value in metadata},
+            **{name: protocol.encode_value(value) for name, value in metadata or ()},
         }
+        if isinstance(body, Sequence):
+            self._headers["content-length"] = str(sum(map(len, body)))
+        if timeout is not None:
+            self._headers[protocol.TIMEOUT_HEADER] = str(min(int(1000 * timeout), 10**10 - 1))
         self._connection: http.client.HTTPConnection | None = None
         self._lock = threading.Lock()
         self._is_cancelled = False
 
-    def as_upload(self, first: bytes) -> _Call:
+    def as_upload(self, first: bytes) -> HttpRequest:
         """Make this the request of an upload with that first message."""
         self._headers |= {"content-type": protocol.OCTETS, protocol.UPLOAD_HEADER: protocol.encode_value(first)}
         return self
@@ -218,13 +224,14 @@ class _Call:
         """Send the request; return a response that is a success. Raises `HttpError`."""
         while True:
             began = time.monotonic()
-            self._channel.begin(self)
+            self._pool.begin(self)
             with self._translate_errors():
-                connection, was_used = self._channel.acquire()
+                connection, was_used = self._pool.acquire(is_new=not isinstance(self._body, Sequence))
             try:
                 return self._exchange(connection)
             except HttpError as exc:
-                if not was_used or exc.status or self._is_cancelled or time.monotonic() - began > _STALE_S:
+                is_stale = was_used and not exc.status and time.monotonic() - began <= _STALE_S
+                if not is_stale or self._is_cancelled or not self._pool.repeats:
                     raise
 
     def _exchange(self, connection: http.client.HTTPConnection) -> http.client.HTTPResponse:
@@ -233,7 +240,7 @@ class _Call:
         try:
             with self._translate_errors():
                 response = self._request(connection)
-            if response.status != 200 or not _has_content(response, (protocol.PROTO, protocol.OCTETS)):
+            if response.status != 200 or not _has_content(response, _SUCCESS):
                 raise self._read_error(response)
             return response
         except BaseException:
@@ -248,9 +255,14 @@ class _Call:
             opened = connection.sock
             assert opened is not None
             opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in _KEEPALIVE.items():
+                if (option := getattr(socket, name, None)) is not None:
+                    opened.setsockopt(socket.IPPROTO_TCP, option, value)
         self._check()
-        opened.settimeout(self._remaining_s())
+        opened.settimeout(self._find_timeout_s())
         try:
+            # An iterator without a length is sent in chunks.
             connection.request("POST", self._path, iter(self._body), self._headers)
         except (BrokenPipeError, ConnectionResetError):
             # It may have answered before it had the whole body. http.client does not read that by itself.
@@ -262,6 +274,8 @@ class _Call:
         response = self.open()
         with self._translate_errors():
             data = response.read(limit_bytes + 1)
+            if response.length and len(data) <= limit_bytes:  # http.client returns what came before the end
+                raise http.client.IncompleteRead(data, response.length)
         if len(data) > limit_bytes:
             self.drop()
             raise HttpError(_S.RESOURCE_EXHAUSTED, f"the response has more than {limit_bytes} bytes")
@@ -273,8 +287,7 @@ class _Call:
         response = self.open()
         while True:
             with self._translate_errors():
-                if self._connection is not None and self._connection.sock is not None:
-                    self._connection.sock.settimeout(self._remaining_s())
+                self._renew_timeout()
                 data = response.read1(_READ_BYTES)
                 if not data and not response.isclosed():
                     raise http.client.IncompleteRead(b"")
@@ -283,19 +296,57 @@ class _Call:
                 return
             yield memoryview(data)
 
+    def read_messages(self) -> Iterator[bytes]:
+        """Yield the messages of the response. Raises `HttpError`, also if it is incomplete."""
+        response = self.open()
+        while True:
+            with self._translate_errors():
+                flags, data = self._read_envelope(response)
+            if flags == protocol.LAST:
+                break
+            yield data
+        with self._translate_errors():
+            response.read()
+        self.finish()
+        try:
+            last = msgspec.json.decode(data, type=prepare_type(protocol.LastEnvelope))
+            status = _S[protocol.NAMES[last.error.code]] if last.error is not None else _S.OK
+        except (msgspec.DecodeError, UnicodeDecodeError, KeyError) as exc:
+            raise HttpError(_S.INTERNAL, "the end of the response is not valid", status=response.status) from exc
+        if last.error is not None:
+            trailing = [_Trailer(name.lower(), values[0]) for name, values in last.metadata.items() if values]
+            raise HttpError(status, last.error.message, trailing, response.status)
+
+    def _read_envelope(self, response: http.client.HTTPResponse) -> tuple[int, bytes]:
+        self._renew_timeout()
+        head = response.read(protocol.HEAD_BYTES)
+        if len(head) < protocol.HEAD_BYTES:
+            raise http.client.IncompleteRead(head)
+        flags, size = protocol.read_head(head)
+        if size > wire.MAX_MESSAGE_BYTES:
+            raise HttpError(_S.RESOURCE_EXHAUSTED, f"a message has more than {wire.MAX_MESSAGE_BYTES} bytes")
+        data = response.read(size)
+        if len(data) < size:
+            raise http.client.IncompleteRead(data)
+        return flags, data
+
+    def _renew_timeout(self) -> None:
+        if self._connection is not None and self._connection.sock is not None:
+            self._connection.sock.settimeout(self._find_timeout_s())
+
     def finish(self) -> None:
         """Keep the connection: its response was read to its end."""
         with self._lock:
             connection, self._connection = self._connection, None
-        self._channel.end(self)
+        self._pool.end(self)
         if connection is not None and connection.sock is not None:
-            self._channel.release(connection)
+            self._pool.release(connection)
 
     def drop(self) -> None:
         """Close the connection."""
         with self._lock:
             connection, self._connection = self._connection, None
-        self._channel.end(self)
+        self._pool.end(self)
         if connection is not None:
             connection.close()
 
@@ -308,6 +359,11 @@ class _Call:
         if remaining_s <= 0.0:
             raise TimeoutError
         return remaining_s
+
+    def _find_timeout_s(self) -> float | None:
+        """Return the time that is left, for a socket."""
+        remaining_s = self._remaining_s()
+        return None if remaining_s == math.inf else remaining_s
 
     @contextlib.contextmanager
     def _translate_errors(self) -> Generator[None]:
@@ -338,7 +394,7 @@ class _Call:
                 said = msgspec.json.decode(data, type=prepare_type(protocol.RefusalBody))
                 return HttpError(_S[protocol.NAMES[said.code]], said.message, trailing, response.status)
         if response.status == _TOO_LARGE:
-            self._channel.piece_bytes = SMALL_PIECE_BYTES
+            self._pool.piece_bytes = SMALL_PIECE_BYTES
         details = proxies.explain_http(response.status)
         return HttpError(_S.UNAVAILABLE, details, status=response.status)
 
@@ -346,7 +402,7 @@ class _Call:
 def _read_early(connection: http.client.HTTPConnection) -> http.client.HTTPResponse:
     response = http.client.HTTPResponse(connection.sock, method="POST")
     response.begin()
-    if response.status == 200:
+    if response.status == 200 and not _has_content(response, (protocol.STREAM,)):
         raise ConnectionResetError
     return response
 
@@ -362,52 +418,7 @@ def _describe(exc: Exception) -> str:
         return "lookup failed"
     if isinstance(exc, ConnectionRefusedError):
         return "failed to connect: connection refused"
+    is_unreadable = isinstance(exc, http.client.BadStatusLine) and not isinstance(exc, ConnectionError)
+    if is_unreadable or "NO_APPLICATION_PROTOCOL" in str(exc):
+        return "what answers there does not speak HTTP/1.1: it may be the server's port of gRPC"
     return proxies.explain_tunnel(str(exc)) or "the connection was closed"
-
-
-class _Unary:
-    def __init__(self, channel: HttpChannel, path: str, decode: Callable[[bytes], Any]) -> None:
-        self._channel, self._path, self._decode = channel, path, decode
-
-    def future(self, request: bytes, timeout: float, metadata: Any) -> _Future:
-        return _Future(_Call(self._channel, self._path, request, timeout, metadata), self._decode)
-
-
-class _Upload:
-    def __init__(self, channel: HttpChannel, path: str, decode: Callable[[bytes], Any]) -> None:
-        self._channel, self._path, self._decode = channel, path, decode
-
-    def future(self, requests: Iterator[bytes], timeout: float, metadata: Any) -> _Future:
-        first = next(requests)
-        parts = [part for each in requests if (part := messages.unframe_field(messages.UPLOAD, each)) is not None]
-        return _Future(_Call(self._channel, self._path, parts, timeout, metadata).as_upload(first), self._decode)
-
-
-class _Future:
-    """A call that is made when its result is asked for."""
-
-    def __init__(self, call: _Call, decode: Callable[[bytes], Any]) -> None:
-        self._call, self._decode = call, decode
-
-    def result(self) -> Any:
-        return self._decode(self._call.read(wire.MAX_MESSAGE_BYTES))
-
-    def cancel(self) -> None:
-        self._call.cancel()
-
-
-class _Download:
-    """An iterator over the octets of a file; it may be cancelled by another thread."""
-
-    def __init__(self, call: _Call) -> None:
-        self._call = call
-
-    def __iter__(self) -> Iterator[memoryview]:
-        return self._call.read_parts()
-
-    def cancel(self) -> None:
-        self._call.cancel()
-        self._call.drop()
-
-
-_S = grpc.StatusCode
