@@ -89,6 +89,7 @@ class BoundedProtocol(H11Protocol):
         self._early = bytearray()
         self._body: list[bytes] = []
         self._body_bytes = 0
+        self._received: RequestResponseCycle | None = None
         self.app = functools.partial(_with_extensions, self.app, self)  # type: ignore[assignment]
 
     @property
@@ -186,11 +187,12 @@ class BoundedProtocol(H11Protocol):
     def _keep_body(self, data: bytes) -> bool:
         """Keep a part of a body for `take_body`, without the copies that h11 and uvicorn make; return False otherwise.
 
-        A part is kept if the body has a length, more of it follows, and the application has all that came before.
+        A part is kept if the body has a length, more of it follows, and the application has all that came before. Until
+        it has begun to receive, as before a call is admitted, uvicorn's limit of 64 KiB applies.
         """
         cycle, reader = self._request, cast(Any, self.conn)._reader
         left = getattr(reader, "_remaining", 0)  # an attribute without a promise; only readers of a length have it
-        if cycle is None or cycle.response_complete or cycle.body or len(data) >= left:
+        if cycle is None or cycle is not self._received or cycle.response_complete or cycle.body or len(data) >= left:
             return False
         reader._remaining = left - len(data)
         self._body.append(data)
@@ -202,7 +204,7 @@ class BoundedProtocol(H11Protocol):
 
     def take_body(self) -> list[bytes]:
         """Return the parts of the body that were kept; they precede what the application receives next."""
-        parts, self._body, self._body_bytes = self._body, [], 0
+        parts, self._body, self._body_bytes, self._received = self._body, [], 0, self._request
         return parts
 
     @override
