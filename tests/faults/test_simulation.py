@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow  # a start of the program imports the server
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # a start of the program imports the server
 PROGRAM = Path(__file__).with_name("simulate.py")
 NUM_TWICE, NUM_SEEDS = 3, 50
 BUGS = ["folder-synced-before-the-rename", "acknowledged-before-the-sync", "acknowledged-before-the-transaction"]

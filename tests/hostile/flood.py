@@ -174,6 +174,11 @@ class Attacker:
     async def _told(self, kind: str, call: Any, path: str = "Report") -> None:
         try:
             answer = await call
+        except asyncio.CancelledError:  # gRPC's own, where it could not tell the end of what it sends: see is_unheard
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            answer = "unheard"
         except aio.AioRpcError as exc:
             text = exc.details() or ""
             answer = "unheard" if is_unheard(exc) else exc.code().name
