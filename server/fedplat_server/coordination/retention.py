@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
 from fedplat.job.sections import Retention
 from fedplat.rounds import AttemptKey, Change, JobState
@@ -186,7 +186,7 @@ class RetentionTask:
             await asyncio.to_thread(sweep.remove, orphans)
 
     @contextlib.contextmanager
-    def _keeping(self, digests: Iterable[str]) -> Iterator[None]:
+    def _keeping(self, digests: Iterable[str]) -> Generator[None]:
         """Remember these files as leftovers if their removal fails."""
         try:
             yield
@@ -353,5 +353,6 @@ def _history_before(job: JobState, limits: PruneLimits) -> float | None:
 def _digests(versions: Mapping[str, list[Removable]]) -> Iterator[str]:
     for removable in (removable for each in versions.values() for removable in each):
         version = removable.version
-        found = [version.digest, version.delta_digest] if removable.model else []
-        yield from filter(None, [*found, *([version.state_digest] if removable.state else [])])
+        model = (version.digest, version.delta_digest) if removable.model else ()
+        state = (version.state_digest,) if removable.state else ()
+        yield from (digest for digest in (*model, *state) if digest)

@@ -21,7 +21,7 @@ from fedplat.secure_aggregation.messages import (
     UnmaskRequest,
 )
 from fedplat.secure_aggregation.participant import Participant, ParticipantLimits
-from fedplat.secure_aggregation.setup import Setup, keys_payload, survivors_payload
+from fedplat.secure_aggregation.setup import AnySetup, keys_payload, survivors_payload
 from support.secure_group import SecureGroup, enrolled_key, make_setup, public_key, random_of
 
 refused = pytest.raises
@@ -37,7 +37,7 @@ def refuse_roster(group: SecureGroup, members: list[Member], reason: str, positi
         group.participants[0].share(Roster(tuple(members), position).to_bytes())
 
 
-def signed(setup: Setup, number: int, encryption: bytes, masking: bytes) -> KeyAdvertisement:
+def signed(setup: AnySetup, number: int, encryption: bytes, masking: bytes) -> KeyAdvertisement:
     return KeyAdvertisement(encryption, masking, enrolled_key(number).sign(keys_payload(setup, encryption, masking)))
 
 
