@@ -81,7 +81,8 @@ async def test_silent_connections_keep_no_visitor_out() -> None:
 @pytest.mark.parametrize("beginning", [b"", b"GET / HT", POST, REQUEST.replace(b"close", b"keep-alive") + b"GET"])
 async def test_a_request_has_a_deadline(beginning: bytes) -> None:
     """Also a further one on a connection that stays open."""
-    async with serving(ConnectionLimits(8, head_s=0.05, body_s=0.05)) as port, holding(port, [beginning]) as readers:
+    limits = ConnectionLimits(8, head_s=0.05, body_s=0.05, stall_s=0.05)
+    async with serving(limits) as port, holding(port, [beginning]) as readers:
         await until_closed(readers[0])
 
 
