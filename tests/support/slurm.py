@@ -8,6 +8,7 @@ import secrets
 import shutil
 import socket
 import subprocess
+import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
@@ -24,7 +25,7 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={controller}
 SlurmdPort={node}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={munge_socket}
 CredType=cred/munge
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
@@ -67,8 +68,12 @@ def cluster(folder: Path) -> Generator[Path]:
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o400)
     ports = {"controller": free_port(), "node": free_port()}
-    configuration.write_text(_CONFIGURATION.format(host=socket.gethostname(), folder=folder, **ports))
-    places = [f"--{each}={folder}/munge.{end}" for each, end in (("socket", "socket"), ("pid-file", "pid"))]
+    short = Path(tempfile.mkdtemp(prefix="munge-"))  # the name of a socket has at most 108 bytes
+    munge_socket = short / "socket"
+    configuration.write_text(
+        _CONFIGURATION.format(host=socket.gethostname(), folder=folder, munge_socket=munge_socket, **ports)
+    )
+    places = [f"--socket={munge_socket}", f"--pid-file={folder}/munge.pid"]
     places += [f"--log-file={folder}/munge.log", f"--seed-file={folder}/munge.seed", f"--key-file={key}"]
     commands = {"munged": ["--force", "--foreground", *places], "slurmctld": ["-D"], "slurmd": ["-D"]}
     environment = {**os.environ, "SLURM_CONF": str(configuration)}
@@ -82,7 +87,7 @@ def cluster(folder: Path) -> Generator[Path]:
                     )
                 )
             if name == "munged":
-                until((folder / "munge.socket").exists, "munged")
+                until(munge_socket.exists, "munged")
         show = ["sinfo", "--noheader", "--format=%T"]
         until(
             lambda: subprocess.run(show, env=environment, capture_output=True, text=True).stdout.strip() == "idle",
@@ -93,3 +98,4 @@ def cluster(folder: Path) -> Generator[Path]:
         for process in reversed(running):
             process.terminate()
             process.wait()
+        shutil.rmtree(short)
