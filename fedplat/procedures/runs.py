@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping
 from typing import cast
 
 import msgspec
@@ -10,11 +11,20 @@ from msgspec import Struct
 
 from fedplat import texts
 from fedplat.errors import ProcedureError
-from fedplat.procedures.contract import Finished, Json, Procedure
-from fedplat.procedures.sums import ExactSum
+from fedplat.procedures.contract import Finished, Json, Procedure, Step
+from fedplat.procedures.sums import ExactSum, ReplyTotals
 from fedplat.procedures.tables import ColumnFrame, SiteTable
 
 MAX_STEPS = 10_000
+
+
+@dataclasses.dataclass(frozen=True)
+class AskedStep:
+    """A step, with the sums of the replies to it, and what the procedure returned for them."""
+
+    step: Step
+    totals: ReplyTotals
+    outcome: Step | Finished
 
 
 class ProcedureResult(Struct, frozen=True):
@@ -42,8 +52,16 @@ def run(procedure: Procedure, frames: Mapping[str, ColumnFrame], *, max_steps: i
     """
     if not isinstance(cast(object, frames), Mapping) or not frames:
         raise ProcedureError('expected the table of each site by its name, such as {"north": frame, "south": frame}')
+    for number, asked in enumerate(ask(procedure, frames, max_steps), 1):
+        if isinstance(asked.outcome, Finished):
+            return ProcedureResult(len(frames), number, asked.outcome.result, asked.outcome.files)
+    raise AssertionError("the last step has the result")
+
+
+def ask(procedure: Procedure, frames: Mapping[str, ColumnFrame], max_steps: int = MAX_STEPS) -> Iterator[AskedStep]:
+    """Yield each step as it is answered; the last one has the result. Raises `ProcedureError` as `run` does."""
     step = procedure.begin()
-    for number in range(1, max_steps + 1):
+    for _ in range(max_steps):
         schema = procedure.schema(step.message)
         schema.check_sites(len(frames))
         total = ExactSum(schema)
@@ -53,7 +71,8 @@ def run(procedure: Procedure, frames: Mapping[str, ColumnFrame], *, max_steps: i
             except ProcedureError as exc:
                 raise ProcedureError(f"site {texts.quote(str(name))}: {exc}") from exc
         outcome = procedure.advance(step.state, total.totals)
+        yield AskedStep(step, total.totals, outcome)
         if isinstance(outcome, Finished):
-            return ProcedureResult(len(frames), number, outcome.result, outcome.files)
+            return
         step = outcome
     raise ProcedureError(f"the procedure has not ended after {max_steps:,} steps; expected a result before")

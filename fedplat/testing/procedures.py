@@ -9,22 +9,12 @@ from collections.abc import Iterator, Mapping
 import msgspec
 from msgspec import Struct
 
-from fedplat.errors import ProcedureError
 from fedplat.model import Parameters
-from fedplat.procedures import ColumnFrame, ExactSum, Finished, Procedure, ReplyTotals, SiteTable, Step
-from fedplat.procedures.runs import MAX_STEPS
+from fedplat.procedures import ColumnFrame, ExactSum, Finished, Procedure, SiteTable, Step
+from fedplat.procedures.runs import MAX_STEPS, AskedStep, ask
 from fedplat.testing.errors import ConformanceError, run_checks, wrap_errors
 
 METHODS = ("begin", "schema", "answer", "advance", "disclosures")
-
-
-@dataclasses.dataclass(frozen=True)
-class Asked:
-    """A step, with the sums of the replies to it, and what the procedure returned for them."""
-
-    step: Step
-    totals: ReplyTotals
-    outcome: Step | Finished
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +23,7 @@ class ProcedureUnderTest:
 
     procedure: Procedure
     tables: Mapping[str, SiteTable]
-    asked: tuple[Asked, ...]
+    asked: tuple[AskedStep, ...]
 
 
 def check_procedure(procedure: Procedure, frames: Mapping[str, ColumnFrame], *, max_steps: int = MAX_STEPS) -> None:
@@ -48,25 +38,8 @@ def check_procedure(procedure: Procedure, frames: Mapping[str, ColumnFrame], *, 
         )
     tables = {name: SiteTable(frame) for name, frame in frames.items()}
     with wrap_errors("steps"):
-        asked = tuple(_ask(procedure, tables, max_steps))
+        asked = tuple(ask(procedure, frames, max_steps))
     run_checks(CHECKS, ProcedureUnderTest(procedure, tables, asked))
-
-
-def _ask(procedure: Procedure, tables: Mapping[str, SiteTable], max_steps: int) -> Iterator[Asked]:
-    step: Step | Finished = procedure.begin()
-    for _ in range(max_steps):
-        if isinstance(step, Finished):
-            return
-        schema = procedure.schema(step.message)
-        schema.check_sites(len(tables))
-        total = ExactSum(schema)
-        for table in tables.values():
-            total.add(schema.encode(procedure.answer(step.message, table)))
-        outcome = procedure.advance(step.state, total.totals)
-        yield Asked(step, total.totals, outcome)
-        step = outcome
-    if not isinstance(step, Finished):
-        raise ProcedureError(f"the procedure has not ended after {max_steps:,} steps; expected a result before")
 
 
 def check_a_site_knows_the_step_from_the_message_alone(tested: ProcedureUnderTest) -> Iterator[str]:
