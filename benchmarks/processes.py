@@ -6,12 +6,15 @@ import contextlib
 import dataclasses
 import re
 import secrets
+import signal
 import socket
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 import psutil
 
@@ -29,7 +32,10 @@ class NotInstalledError(FailedError):
 
 @dataclasses.dataclass
 class Processes:
-    """Processes with one environment. Their output goes to files in `logs`."""
+    """Processes with one environment. Their output goes to files in `logs`.
+
+    They end with the context: also if the benchmark is ended by SIGTERM.
+    """
 
     logs: Path
     environment: Mapping[str, str]
@@ -37,6 +43,8 @@ class Processes:
     _started: dict[str, psutil.Popen] = dataclasses.field(default_factory=dict)
 
     def __enter__(self) -> Processes:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, _exit)
         return self
 
     def __exit__(
@@ -104,6 +112,10 @@ class Processes:
     def _last_output(self, name: str) -> str:
         lines = _COLOUR.sub("", (self.logs / f"{name}.log").read_text(errors="replace")).split("\n")
         return " | ".join([line for line in lines if line.strip()][-3:])[-600:] or "(nothing printed)"
+
+
+def _exit(signum: int, frame: FrameType | None) -> None:
+    sys.exit(128 + signum)
 
 
 def family(process: psutil.Process) -> list[psutil.Process]:
