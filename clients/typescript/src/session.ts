@@ -309,8 +309,10 @@ async function readRefusal(response: HttpResponse, contentType: string | undefin
       // something in between has answered
     }
   }
-  const shown = text.replace(/\s+/g, " ").slice(0, 80);
-  const said = `what answers there is not the server: the HTTP status ${response.status}, ${shown}`;
+  const shown = text.slice(0, 4096).replace(/<(script|style)[^]*?<\/\1>|<[^>]*>|\s+/g, " ").replace(/ +/g, " ").trim();
+  const said =
+    `what answers there is not the server: the HTTP status ${response.status}, ${shown.slice(0, 80)}; ` +
+    "check the address, and the proxies before the server";
   return new CallError("unavailable", said, "", retry, response.status);
 }
 
