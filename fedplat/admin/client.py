@@ -194,6 +194,10 @@ class AdminClient:
         """Cancel a job for good: it becomes CANCELLED."""
         return self._connection.call(self._jobs.CancelJob, admin_pb2.JobRequest(job=job))
 
+    def delete(self, job: str) -> admin_pb2.DeleteJobResponse:
+        """Delete a job that has ended, with its models."""
+        return self._connection.call(self._jobs.DeleteJob, admin_pb2.JobRequest(job=job))
+
     def set_job(self, job: str, changes: Sequence[str]) -> admin_pb2.Job:
         """Change options of `[retention]` and `[retry]` of a job that has not ended: `["retention.versions=5"]`."""
         return self._connection.call(self._jobs.SetJob, admin_pb2.SetJobRequest(job=job, changes=changes))

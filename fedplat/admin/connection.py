@@ -114,7 +114,11 @@ class AdminConnection:
             return ServerRefusedError(details + retry, code=str(trailers[auth.METADATA_CODE]))
         if code is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is not None:
             return self._unreachable(f"no answer within {timeout_s:g} s")
-        if code in _GONE or proxies.is_cut(details):
+        if proxies.is_too_large(details):  # to wait for the proxy does not help
+            return ServerRefusedError(
+                f"the request did not reach the server at {server}: {proxies.explain_status(details)}"
+            )
+        if code in _GONE or proxies.is_foreign(details):
             return self._unreachable(proxies.shorten(details))
         if code is grpc.StatusCode.UNIMPLEMENTED and self._profile.transport == HTTP:
             return ServerRefusedError(
@@ -126,9 +130,7 @@ class AdminConnection:
                 f"{server} does not support this request ({details}): it is not a fedplat server, or it is older than "
                 f"this program, {__version__}; update the server first"
             )
-        if (explained := proxies.explain_status(details)) != details:
-            details = f"the request did not reach the server at {server}: {explained}"
-        elif code in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL):
+        if code in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL):
             details = f"the server at {server} failed ({details}); see its log"
         return ServerRefusedError(details)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import typer
@@ -15,15 +15,15 @@ from fedplat.errors import MissingExtraError
 from fedplat.extras import install_command
 
 
-def conformance(
+def conformance(  # noqa: PLR0913 - a command's parameters are its options
     context: typer.Context,
     client: Annotated[
         str,
         typer.Option(
             metavar="COMMAND",
-            help="Command that runs the client until it is stopped. It gets the variables FEDPLAT_TICKET and "
-            "FEDPLAT_CLIENT_DATA_DIR, and has a trainer and, if it can, an evaluator of the name conformance, as "
-            "docs/protocol.md describes them.",
+            help="Command that runs the client until it is stopped. It gets the variables FEDPLAT_TICKET, "
+            "FEDPLAT_CLIENT_DATA_DIR and FEDPLAT_TRANSPORT, and has a trainer and, if it can, an evaluator of the name "
+            "conformance, as docs/protocol.md describes them.",
         ),
     ],
     only: Annotated[list[str] | None, typer.Option(metavar="CASE", help="Case to run; repeatable.")] = None,
@@ -31,6 +31,10 @@ def conformance(
         list[str] | None,
         typer.Option(metavar="CASE", help="Case that is known to fail, which is no failure then; repeatable."),
     ] = None,
+    transport: Annotated[
+        Literal["http", "grpc"],
+        typer.Option(help="Transport of the calls; the client finds it in FEDPLAT_TRANSPORT, too."),
+    ] = "http",
     case_time_s: Annotated[
         float,
         typer.Option("--case-time", metavar="DURATION", parser=read_duration, help="Longest time of a case, from 1s."),
@@ -39,8 +43,8 @@ def conformance(
 ) -> None:
     """Run a client, in any language, through the cases of the protocol.
 
-    A scripted server on this machine plays them over HTTP/1.1. Prints a line for each case. The exit status is 1 if a
-    case fails, or if one that is known to fail passes.
+    A scripted server on this machine plays them over HTTP/1.1 or gRPC. Prints a line for each case. The exit status is
+    1 if a case fails, or if one that is known to fail passes.
     """
     if case_time_s < 1.0:
         raise typer.BadParameter(f"--case-time {case_time_s:g}s: expected at least 1s")
@@ -56,7 +60,7 @@ def conformance(
         try:
             run.find_cases([*(only or ()), *(known or ())])
             results: list[run.CaseResult] = []
-            for result in run.run(client, only or (), case_time_s):
+            for result in run.run(client, only or (), case_time_s, transport):
                 results.append(result)
                 if not output.as_json:
                     _print(output, result, is_known=result.name in (known or ()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,7 @@ from fedplat.admin.submission import Submission, clone, submit
 from fedplat.cli import following, formats, job_description, job_files, job_lists, lists
 from fedplat.cli.options import JsonOption, ServerOption, TimeoutOption
 from fedplat.cli.output import Output, to_record
-from fedplat.cli.session import WRONG_USAGE, CommandSession, JobArgument, own_timeout_s, reporting, session
+from fedplat.cli.session import FAILED, WRONG_USAGE, CommandSession, JobArgument, own_timeout_s, reporting, session
 from fedplat.command_line.with_typer import make_group
 from fedplat.errors import FedplatError, JobFileError, MissingExtraError
 from fedplat.job import JobSpec, calibrate, warnings
@@ -204,6 +205,35 @@ def cancel_job(
     """Cancel a job for good. Its models are kept."""
     with session(context, server, as_json) as command:
         _control(command, AdminClient.cancel, job)
+
+
+@app.command("delete")
+def delete_job(
+    context: typer.Context,
+    job: JobArgument,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
+    server: ServerOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete a job that has ended, with its models, rounds and history, for good.
+
+    What its clients have spent on private releases stays in the ledger of their population.
+    """
+    with session(context, server, as_json) as command:
+        if not yes and (command.output.as_json or not sys.stdin.isatty()):
+            raise typer.BadParameter("a job is deleted for good, and there is no terminal to confirm it: add --yes")
+        found = command.client.show_job(job)
+        kept = f"job {found.name} ({found.job_id}) with its {format_count(found.model.version + 1, 'version')}"
+        if not yes and not typer.confirm(f"Delete {kept} for good?", err=True):
+            raise typer.Exit(FAILED)
+        done = command.client.delete(found.job_id)
+        if command.output.as_json:
+            command.output.json(to_record(done))
+            return
+        command.output.line(f"deleted {kept}; its files go within minutes")
+        if done.num_releases:
+            releases = format_count(done.num_releases, "private release")
+            command.output.line(f"{releases} of it stay in the ledger of population {found.population}")
 
 
 @app.command("set")

@@ -35,12 +35,14 @@ CONFIG_HELP = (
     "TOML file with options by their long names, such as log-level = 'debug'. An option and its variable go before it."
 )
 MAX_BYTES = 2**20
+OF_ONE_CALL = frozenset({"yes", "dry-run"})
+"""Options that are given with a call only: a variable that stays set would agree to the next one as well."""
 _PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 _ENVIRONMENT, _FILE = "ENVIRONMENT", "DEFAULT_MAP"
 
 
 class ConfiguredCommand(_Command):
-    """A command whose options have variables, and values in the file of its option `--config`.
+    """A command whose options have variables and, if it has the option `--config`, values in that file.
 
     The callback of that option calls `use_file`.
     """
@@ -92,7 +94,7 @@ def use_file(context: click.Context, path: Path | None) -> None:
 def list_options(command: click.Command) -> list[click.Option]:
     """Return the options of a command that may be variables or keys of a file."""
     options: list[Any] = [each for each in command.params if each.param_type_name == "option"]
-    return [each for each in options if not each.hidden]
+    return [each for each in options if not each.hidden and name_of(each) not in OF_ONE_CALL]
 
 
 def name_of(option: click.Option) -> str:

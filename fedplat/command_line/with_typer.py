@@ -21,7 +21,7 @@ class TyperCommands(groups.SuggestingGroup, typer.core.TyperGroup):
 
 
 class TyperConfiguredCommand(settings.ConfiguredCommand, typer.core.TyperCommand):
-    """A command of typer with variables and a file; it has a parameter of the type `ConfigOption`."""
+    """A command of typer with variables and, if it has a parameter of the type `ConfigOption`, a file."""
 
     error_class = typer.BadParameter
 

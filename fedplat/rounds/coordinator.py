@@ -110,6 +110,14 @@ class Coordinator:
                 self._set_busy(assignment.client_id, assignment.key)
         self.room.follow(job, history)
 
+    def remove(self, job_id: str) -> None:
+        """Forget a job that has ended, and that the store no longer shows."""
+        job = self.jobs.pop(job_id)
+        assert job.status in ENDED_JOBS
+        self.histories.pop(job_id, None)
+        self._timers.pop(job_id, None)
+        self._summaries.clear()
+
     @property
     def num_busy(self) -> int:
         """The number of clients with a busy assignment."""

@@ -395,7 +395,7 @@ class HttpRequest:
                 return HttpError(_S[protocol.NAMES[said.code]], said.message, trailing, response.status)
         if response.status == _TOO_LARGE:
             self._pool.piece_bytes = SMALL_PIECE_BYTES
-        details = proxies.explain_http(response.status)
+        details = proxies.explain_http(response.status, data)
         return HttpError(_S.UNAVAILABLE, details, status=response.status)
 
 

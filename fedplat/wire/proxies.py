@@ -9,6 +9,7 @@ returns the cause.
 
 from __future__ import annotations
 
+import html
 import ipaddress
 import os
 import re
@@ -32,6 +33,22 @@ _CAUSE = re.compile(
 )
 _DISTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check failed", "certificate is not trusted")
 _TOO_LARGE = 413
+_NO_TRAILERS = "Data frame with END_STREAM flag received"
+"""What gRPC reports of an answer with the status 200 that is a page: those of gRPC end with trailers."""
+_ACCESS = "it may want a login, or refuse this address: ask its administrator to let requests to the server pass"
+_UPSTREAM = "it does not reach the server: check that the server runs, and where the proxy sends its requests"
+_ADVICE: Mapping[int, str] = {
+    200: _ACCESS,
+    **dict.fromkeys((301, 302, 303, 307, 308, 401, 403, 407, 451, 511), _ACCESS),
+    404: "it does not pass this request on: check the address of the server, and the paths that the proxy passes on",
+    _TOO_LARGE: "raise its limit on requests (nginx: client_max_body_size 0)",
+    429: "raise its limit on the number of requests",
+    **dict.fromkeys((502, 503, 504), _UPSTREAM),
+}
+"""What to do about a status of HTTP that is not the server's. With 200 and a redirection, a page for logins answers."""
+_OTHER_ADVICE = "check what answers there"
+_PAGE_BYTES, _PAGE_CHARACTERS = 4096, 80
+_MARKUP = re.compile(r"<(script|style)\b.*?(</\1\s*>|\Z)|<!--.*?(-->|\Z)|<[^>]*(>|\Z)", re.DOTALL | re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -111,16 +128,26 @@ def explain(server: str, reason: str, given: str = "") -> str:
 
 def explain_status(details: str) -> str:
     """Return gRPC's text of an error, in words if a proxy has answered with a status of HTTP."""
-    found = _STATUS.search(details)
-    if found is None:
-        return details
-    text = f"a proxy or load balancer before the server answers with the HTTP status {found[1]}"
-    return text + ": raise its limit on requests (nginx: client_max_body_size 0)" * (int(found[1]) == _TOO_LARGE)
+    status = _find_status(details)
+    return details if status is None else explain_http(status)
 
 
-def explain_http(status: int) -> str:
-    """Return the text of an answer of HTTP that is not the server's."""
-    return explain_status(f"http2 header with status: {status}")
+def explain_http(status: int, page: bytes = b"") -> str:
+    """Return an answer of HTTP that is not the server's as a sentence, with the beginning of its text.
+
+    >>> print(explain_http(418, b"<title>A &amp; B</title>"))
+    a proxy or load balancer before the server answers with the HTTP status 418 and 'A & B': check what answers there
+    """
+    text = _read_page(page)
+    shown = f" and {text[:_PAGE_CHARACTERS]!r}" if text else ""
+    advice = _ADVICE.get(status, _OTHER_ADVICE)
+    return f"a proxy or load balancer before the server answers with the HTTP status {status}{shown}: {advice}"
+
+
+def _read_page(page: bytes) -> str:
+    """Return the text of a page of HTML, in one line without characters that move a cursor."""
+    text = html.unescape(_MARKUP.sub(" ", page[:_PAGE_BYTES].decode(errors="ignore")))
+    return " ".join("".join(each if each.isprintable() else " " for each in text).split())
 
 
 def explain_tunnel(error: str) -> str:
@@ -145,7 +172,20 @@ def is_foreign(details: str) -> bool:
 
     A status of HTTP becomes one of gRPC: 401, for example, would look as if the server refused the caller.
     """
-    return is_cut(details) or _STATUS.search(details) is not None
+    return is_cut(details) or _find_status(details) is not None
+
+
+def is_too_large(details: str) -> bool:
+    """Return whether gRPC's text of an error reports a request that is too large for what is before the server."""
+    return _find_status(details) == _TOO_LARGE
+
+
+def _find_status(details: str) -> int | None:
+    """Return the status of HTTP in gRPC's text of an error; None if it has none."""
+    if _NO_TRAILERS in details:
+        return 200
+    found = _STATUS.search(details)
+    return None if found is None else int(found[1])
 
 
 def is_distrusted(details: str) -> bool:
@@ -229,7 +269,7 @@ def describe_failure(server: str, *, ca: str = "", insecure: bool = False, timeo
             if insecure:
                 return _speaks_tls(connection)
             context = ssl.create_default_context(cadata=ca or None)
-            context.set_alpn_protocols(["h2"])
+            context.set_alpn_protocols(["h2", "http/1.1"])  # a proxy may refuse the handshake for lack of its own
             _shake_hands(context, connection, host)
             return ""
     except ssl.SSLCertVerificationError as exc:

@@ -19,6 +19,8 @@ from support.cli import trees
 
 PROGRAMS = ("fedplat", "fedplat-server", "fedplat-client")
 DAEMONS = [("fedplat-server", "run"), ("fedplat-client", "run"), ("fedplat-client", "flower")]
+WITHOUT_FILE = ["dev", "init", "prune", "pool run"]
+"""Commands of `fedplat-server` whose options are variables only."""
 pytestmark = pytest.mark.slow  # they import all commands; tests/core/command_line covers the mechanisms
 
 
@@ -76,25 +78,45 @@ def sample(option: click.Option) -> Any:
 def test_each_option_of_a_daemon_is_a_variable_and_a_key_of_a_file(program: str, name: str, tmp_path: Path) -> None:
     root = trees.load_programs()[program]
     assert isinstance(root, click.Group)
-    command = root.commands[name]
+    assert len(check_variables(root, root.commands[name], tmp_path / "options.toml")) > 20
+
+
+@pytest.mark.parametrize("name", WITHOUT_FILE)
+def test_the_other_commands_of_a_server_have_variables(name: str) -> None:
+    root = command = trees.load_programs()["fedplat-server"]
+    for word in name.split():
+        assert isinstance(command, click.Group)
+        command = command.commands[word]
+    assert isinstance(root, click.Group)
+    variables = check_variables(root, command, None)
+    others = {*(f"FEDPLAT_POOL_{each}" for each in ("HOSTS", "ADDRESS"))} if name == "pool run" else set[str]()
+    assert others <= variables
+    assert not variables & {"FEDPLAT_YES", "FEDPLAT_DRY_RUN", "FEDPLAT_PORT", "FEDPLAT_INSECURE"}
+
+
+def check_variables(root: click.Group, command: click.Command, file: Path | None) -> set[str]:
+    """Check that each option has the same value by all ways; return the variables."""
+    name = command.name or ""
     options = [each for each in settings.list_options(command) if settings.name_of(each) != settings.CONFIG]
     variables = [settings.list_variables(each)[0] for each in options]
-    assert len(set(variables)) == len(options) > 20
-    file = tmp_path / "options.toml"
+    assert len(set(variables)) == len(options)
     arguments = ["app"] if name == "flower" else []
     for option, variable in zip(options, variables, strict=True):
         key, value = settings.name_of(option), sample(option)
         assert variable.startswith("FEDPLAT_")
         given = [f"--{key}"] if option.is_flag else [f"--{key}", str(value)]
-        file.write_text(f"{key} = {json.dumps([value] if option.multiple else value)}\n")
-        file.chmod(0o600)
-        ways = ((given, {}), ([], {variable: str(value)}), (["--config", str(file)], {}))
+        ways: list[tuple[list[str], dict[str, str]]] = [(given, {}), ([], {variable: str(value)})]
+        if file is not None:
+            file.write_text(f"{key} = {json.dumps([value] if option.multiple else value)}\n")
+            file.chmod(0o600)
+            ways.append((["--config", str(file)], {}))
         found: list[object] = []
         for words, environment in ways:
             with CliRunner(env=environment).isolation(env=environment):
                 context = command.make_context(name, [*words, *arguments], parent=click.Context(root))
             found.append(context.params[option.name or ""])
-        assert found[0] == found[1] == found[2] != option.default, key
+        assert found[0] == found[1] == found[-1] != option.default, key
+    return {*variables}
 
 
 def test_each_option_before_a_command_of_fedplat_has_a_variable() -> None:

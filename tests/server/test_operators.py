@@ -79,7 +79,8 @@ def test_every_method_has_a_least_role() -> None:
             *("ListEvents", "WatchEvents"),
         ],
         Role.OPERATOR: [
-            *("UploadModel", "CreateJob", "StartJob", "PauseJob", "ResumeJob", "CancelJob", "SetJob", "RollbackJob"),
+            *("UploadModel", "CreateJob", "StartJob", "PauseJob", "ResumeJob", "CancelJob", "DeleteJob"),
+            *("SetJob", "RollbackJob"),
             *("RevokeClient", "CreateEnrollment", "ListEnrollments", "RevokeEnrollment", "ListAudit"),
             *("ListWebhooks", "ListDeliveries"),
         ],

@@ -13,8 +13,13 @@ from support import processes, programs
 
 
 @contextlib.contextmanager
-def nginx(pki: PkiFolder, folder: Path, upstream: str, *, http2: bool = False) -> Generator[tuple[str, Path]]:
-    """nginx with its default limits; its address and its log. With `http2` it takes calls of gRPC for requests."""
+def nginx(
+    pki: PkiFolder, folder: Path, upstream: str, *, http2: bool = False, answer: str = ""
+) -> Generator[tuple[str, Path]]:
+    """nginx with its default limits; its address and its log. With `http2` it takes calls of gRPC for requests.
+
+    `answer` is what it does with all requests instead of sending them on.
+    """
     address, log = f"127.0.0.1:{processes.free_port()}", folder / "access.log"
     folder.mkdir(exist_ok=True)
     text = f"""
@@ -27,7 +32,7 @@ def nginx(pki: PkiFolder, folder: Path, upstream: str, *, http2: bool = False) -
                 listen {address} ssl{" http2" * http2};
                 ssl_certificate {pki.files.certificate};
                 ssl_certificate_key {pki.files.key};
-                location / {{ proxy_pass https://{upstream}; }}
+                location / {{ {answer or f"proxy_pass https://{upstream};"} }}
             }}
         }}
     """

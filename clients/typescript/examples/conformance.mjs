@@ -1,7 +1,7 @@
 // The client that passes `fedplat conformance --client "node examples/conformance.mjs"` (docs/protocol.md).
 import { FinalError, openClient } from "@fedplat/client";
 
-const { FEDPLAT_TICKET: ticket, FEDPLAT_CLIENT_DATA_DIR: folder } = process.env;
+const { FEDPLAT_TICKET: ticket, FEDPLAT_CLIENT_DATA_DIR: folder, FEDPLAT_TRANSPORT: transport } = process.env;
 const stop = new AbortController();
 process.once("SIGTERM", () => stop.abort());
 process.once("SIGINT", () => stop.abort());
@@ -22,7 +22,7 @@ async function train(task) {
   return { numExamples: 7 };
 }
 
-const client = openClient({ ticket, folder, log: console.error })
+const client = openClient({ ticket, folder, transport, log: console.error })
   .trainer("conformance", train)
   .evaluator("conformance", async (task) => ({ numExamples: 7, metrics: { tensors: task.model.size } }));
 try {

@@ -7,7 +7,8 @@ const stop = new AbortController();
 process.once("SIGTERM", () => stop.abort());
 process.once("SIGINT", () => stop.abort());
 try {
-  const client = openClient({ ticket: process.env.FEDPLAT_TICKET ?? "", folder, log: console.log });
+  const { FEDPLAT_TICKET: ticket = "", FEDPLAT_TRANSPORT: transport } = process.env;
+  const client = openClient({ ticket, folder, transport, log: console.log });
   client.trainer("linear", makeTrainer(makeRows(Number(number))));
   await client.run({ signal: stop.signal });
   process.exit(0);

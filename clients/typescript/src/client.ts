@@ -81,7 +81,7 @@ interface Registered {
   algorithms: readonly string[];
 }
 
-/** A participant of one population on one server, over HTTP/1.1. */
+/** A participant of one population on one server. */
 export class Client {
   private readonly trainers = new Map<string, Registered>();
   private readonly evaluators = new Map<string, Registered>();

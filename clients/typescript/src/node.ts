@@ -6,10 +6,12 @@ import { join } from "node:path";
 import { Client } from "./client.js";
 import type { ClientParts } from "./client.js";
 import { FedplatError } from "./errors.js";
+import { GrpcTransport } from "./grpc.js";
 import { parseTicket } from "./ticket.js";
 import type { Ticket } from "./ticket.js";
 import type { HttpRequest, HttpResponse, Identity, Store, Transport } from "./transport.js";
 
+export { GrpcTransport } from "./grpc.js";
 export * from "./index.js";
 
 interface Kept {
@@ -148,11 +150,17 @@ export class NodeTransport implements Transport {
 export interface NodeOptions extends Pick<ClientParts, "labels" | "maxModelBytes" | "log"> {
   folder: string;
   ticket: string;
+  /** HTTP/1.1, which is the default, or gRPC. */
+  transport?: "http" | "grpc";
 }
 
 /** Return a client that keeps its identity in a folder. */
-export function openClient({ folder, ticket, ...options }: NodeOptions): Client {
+export function openClient({ folder, ticket, transport = "http", ...options }: NodeOptions): Client {
+  if (transport !== "http" && transport !== "grpc") {
+    throw new FedplatError(`there is no transport ${JSON.stringify(transport)}; expected "http" or "grpc"`);
+  }
   const parsed = parseTicket(ticket);
   const store = new FolderStore(folder, parsed.tls);
-  return new Client({ ticket: parsed, store, transport: new NodeTransport(parsed), ...options });
+  const calls = transport === "grpc" ? new GrpcTransport(parsed) : new NodeTransport(parsed);
+  return new Client({ ticket: parsed, store, transport: calls, ...options });
 }

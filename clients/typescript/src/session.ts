@@ -11,11 +11,13 @@ import type { Ticket } from "./ticket.js";
 export const PROTOCOL_VERSION = 1;
 export const SOFTWARE_VERSION = "typescript 0.2.0";
 const SERVICE = "/fedplat.wire.v1.Fleet/";
-const PROTO = "application/proto";
-const OCTETS = "application/octet-stream";
+export const PROTO = "application/proto";
+export const OCTETS = "application/octet-stream";
+/** The header with the first message of an upload, in base64. */
+export const REQUEST_HEADER = "fedplat-request-bin";
 const CALL_S = 30;
 const MAX_TRIES = 3;
-const MAX_MESSAGE_BYTES = 8 * 2 ** 20;
+export const MAX_MESSAGE_BYTES = 8 * 2 ** 20;
 const PIECE_BYTES = 8 * 2 ** 20;
 const SMALL_PIECE_BYTES = 512 * 2 ** 10;
 const TOO_LARGE = 413;
@@ -119,7 +121,7 @@ export class Session {
     const signed = await this.sign("Upload", first, signal);
     const body = update.subarray(offset, offset + this.pieceBytes);
     try {
-      const headers = { ...signed.headers, "fedplat-request-bin": toBase64(first) };
+      const headers = { ...signed.headers, [REQUEST_HEADER]: toBase64(first) };
       const response = await this.post("Upload", OCTETS, body, headers, signal, timeoutS);
       return Number(fromBinary(fleet.UploadResponseSchema, await readAll(response)).receivedBytes);
     } catch (error) {
@@ -244,6 +246,7 @@ export class Session {
     try {
       response = await this.transport.post({ path: SERVICE + method, headers: all, body, signal: ended });
     } catch (error) {
+      if (error instanceof CallError) throw error;
       signal.throwIfAborted();
       throw new CallError("unavailable", `the server does not answer: ${describe(error)}`);
     }
@@ -306,12 +309,14 @@ async function readRefusal(response: HttpResponse, contentType: string | undefin
       // something in between has answered
     }
   }
-  const shown = text.replace(/\s+/g, " ").slice(0, 80);
-  const said = `what answers there is not the server: the HTTP status ${response.status}, ${shown}`;
+  const shown = text.slice(0, 4096).replace(/<(script|style)[^]*?<\/\1>|<[^>]*>|\s+/g, " ").replace(/ +/g, " ").trim();
+  const said =
+    `what answers there is not the server: the HTTP status ${response.status}, ${shown.slice(0, 80)}; ` +
+    "check the address, and the proxies before the server";
   return new CallError("unavailable", said, "", retry, response.status);
 }
 
-function readWindow(text: string | undefined): RetryWindow | undefined {
+export function readWindow(text: string | undefined): RetryWindow | undefined {
   const [minS, maxS] = (text ?? "").split(" ").map(Number);
   return text !== undefined && Number.isFinite(minS) && Number.isFinite(maxS)
     ? { minS: minS!, maxS: maxS! }

@@ -16,7 +16,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from fedplat import texts, wire
 from fedplat.testing.wire.script import Window
-from fedplat.wire import auth, http
+from fedplat.wire import auth
 from fedplat.wire.v1 import fleet_pb2
 
 STATUSES: Mapping[str, str] = {
@@ -56,12 +56,28 @@ _REQUESTS: Mapping[str, Any] = {
 
 
 class Request(NamedTuple):
-    """A request of HTTP as it arrived, at a time in seconds; `is_cut`: its connection broke within the body."""
+    """A call as it arrived over a transport, at a time in seconds."""
 
     method: str
-    headers: Mapping[str, str]
-    body: bytes
+    metadata: Mapping[str, str | bytes]
+    """Values of names that end with `-bin` are bytes."""
+    message: bytes
+    """The serialized message that is signed; of an upload, the first one."""
     at_s: float
+    octets: bytes = b""
+    """What an upload has sent."""
+    misfit: str = ""
+    """What is wrong with the call as this transport has it."""
+
+    def text(self, name: str) -> str:
+        """Return a value of the metadata that is text; empty if it is absent."""
+        value = self.metadata.get(name, "")
+        return value if isinstance(value, str) else ""
+
+    def binary(self, name: str) -> bytes:
+        """Return a value of the metadata that is bytes; empty if it is absent."""
+        value = self.metadata.get(name, b"")
+        return value if isinstance(value, bytes) else b""
 
 
 class RefusedCallError(Exception):
@@ -83,9 +99,9 @@ class CallChecks:
         """The time before which a method must not be called, and the method whose answer has the window."""
         self.identity: tuple[str, bytes] | None = None
         """The idempotency key and the public key of the enrollment."""
-        self.nonces: dict[bytes, str] = {}
+        self.nonces: dict[bytes, bytes] = {}
         """The signature over each nonce; empty: none yet."""
-        self._sessions: dict[str, dict[int, str]] = {}
+        self._sessions: dict[str, dict[int, bytes]] = {}
         self._session = ""
 
     def open_session(self, session_id: str) -> None:
@@ -109,18 +125,13 @@ class CallChecks:
             raise RefusedCallError(code, problem)
 
     def check_form(self, request: Request) -> None:
-        """Check the method, the headers and the size of a request."""
-        method, headers = request.method, request.headers
+        """Check the method, the form and the size of a call."""
+        method, size = request.method, len(request.message)
         self.require(method in _REQUESTS, f"the client calls {method}, which this protocol does not need")
-        expected = http.OCTETS if method == "Upload" else http.PROTO
-        found = headers.get("content-type", "").partition(";")[0].strip().lower()
-        self.require(found == expected, f"{method} has the content type {found!r}; expected {expected}")
-        self.require("content-encoding" not in headers, f"{method} has a compressed body")
-        size = sum(len(name) + len(value) for name, value in headers.items())
-        self.require(size <= 16 * 2**10, f"{method} has {size} bytes of headers; at most 16 KiB are accepted")
+        self.require(not request.misfit, request.misfit)
         limit = {"Report": wire.INLINE_BYTES + 2**17, "Enroll": 2**16, "OpenSession": 2**10, "GetChallenge": 2**10}
-        limited = method == "Upload" or len(request.body) <= limit.get(method, 2**17)
-        self.require(limited, f"{method} has {len(request.body)} bytes; at most {limit.get(method, 2**17)}")
+        allowed = limit.get(method, 2**17)
+        self.require(size <= allowed, f"{method} has {size} bytes; at most {allowed}")
 
     def check_time(self, request: Request) -> None:
         """Check that a call comes when it may."""
@@ -135,9 +146,7 @@ class CallChecks:
 
     def read(self, request: Request) -> Any:
         """Return the message of a call, whose signature is that of the client."""
-        method, data = request.method, request.body
-        if method == "Upload":
-            data = self._binary(request, http.UPLOAD_HEADER)
+        method, data = request.method, request.message
         try:
             message: Message = _REQUESTS[method].FromString(data)
         except DecodeError:
@@ -145,25 +154,16 @@ class CallChecks:
             raise AssertionError from None
         self.require(not len(UnknownFieldSet(message)), f"{method} has fields that the protocol does not have")
         if method in _PROOFS:
-            self._check_proof(request, message, data)
+            self._check_proof(request, message)
         elif method != "GetChallenge":
-            self._check_call(request, data)
+            self._check_call(request)
         return message
 
-    def _binary(self, request: Request, name: str) -> bytes:
-        text = request.headers.get(name, "")
-        try:
-            found = http.decode_binary(text)
-        except ValueError:
-            found = b""
-        self.require(found, f"{request.method} has no header {name} in base64", "UNAUTHENTICATED")
-        return found
-
-    def _check_proof(self, request: Request, message: Any, data: bytes) -> None:
-        method, nonce = request.method, self._binary(request, auth.METADATA_NONCE)
-        signature = request.headers.get(auth.METADATA_SIGNATURE, "")
+    def _check_proof(self, request: Request, message: Any) -> None:
+        method, nonce = request.method, request.binary(auth.METADATA_NONCE)
+        signature = request.binary(auth.METADATA_SIGNATURE)
         used = self.nonces.get(nonce)
-        is_known = used is not None and used in ("", signature)
+        is_known = used is not None and used in (b"", signature)
         self.require(is_known, f"{method} has a nonce that was not issued, or was used before", "CHALLENGE_EXPIRED")
         if used:  # a repeated request, as in `_check_call`
             raise RefusedCallError("CHALLENGE_EXPIRED")
@@ -172,18 +172,18 @@ class CallChecks:
         if method == "Enroll":
             key = message.public_key
         self.require(len(key) == 32, f"{method} has no Ed25519 key of 32 bytes")
-        self._verify(request, key, auth.proof_payload(PATH + method, nonce, data))
+        self._verify(request, key, auth.proof_payload(PATH + method, nonce, request.message))
 
-    def _check_call(self, request: Request, data: bytes) -> None:
-        method, session = request.method, request.headers.get(auth.METADATA_SESSION, "")
-        text = request.headers.get(auth.METADATA_COUNTER, "")
+    def _check_call(self, request: Request) -> None:
+        method, session = request.method, request.text(auth.METADATA_SESSION)
+        text = request.text(auth.METADATA_COUNTER)
         self.require(session and re.fullmatch("[1-9][0-9]{0,18}", text), f"{method} has no session or no counter")
         if session not in self._sessions:
             raise RefusedCallError("SESSION_UNKNOWN")
         counter, used = int(text), self._sessions[session]
         assert self.identity is not None
-        self._verify(request, self.identity[1], auth.call_payload(PATH + method, session, counter, data))
-        signature = request.headers.get(auth.METADATA_SIGNATURE, "")
+        self._verify(request, self.identity[1], auth.call_payload(PATH + method, session, counter, request.message))
+        signature = request.binary(auth.METADATA_SIGNATURE)
         if counter in used:  # a transport may repeat a request whose connection has broken, but never sign another one
             same = used[counter] == signature
             self.require(same, f"{method} uses the counter {counter} a second time", "REPLAYED")
@@ -193,8 +193,10 @@ class CallChecks:
             raise RefusedCallError("SESSION_UNKNOWN")
 
     def _verify(self, request: Request, key: bytes, payload: bytes) -> None:
+        signature = request.binary(auth.METADATA_SIGNATURE)
+        self.require(signature, f"{request.method} has no signature", "UNAUTHENTICATED")
         try:
-            Ed25519PublicKey.from_public_bytes(key).verify(self._binary(request, auth.METADATA_SIGNATURE), payload)
+            Ed25519PublicKey.from_public_bytes(key).verify(signature, payload)
         except (InvalidSignature, ValueError):
             text = f"{request.method} has a signature that is not that of the key over this call"
             self.require(False, text, "BAD_SIGNATURE")

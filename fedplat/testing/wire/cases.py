@@ -246,6 +246,7 @@ _UPLOADS = (
         rule="after the status 413 of a proxy, pieces have at most 512 KiB",
         tasks=_of(_large(2)),
         faults=(Fault("Upload", ProxyPage(413, 600 * 2**10), last=ALWAYS),),
+        transports=("http",),
         check=_sends_small_pieces,
     ),
     Case(

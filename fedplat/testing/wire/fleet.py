@@ -5,6 +5,7 @@ Everything that a client does against the protocol is a sentence in `problems`, 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 from collections import Counter, defaultdict
@@ -23,24 +24,25 @@ from fedplat.testing.wire.calls import (
     NAME,
     POPULATION,
     SECRET,
-    STATUSES,
     CallChecks,
     RefusedCallError,
     Request,
 )
 from fedplat.testing.wire.script import DROPPED, NUM_EXAMPLES, REPORTED, TRAINER, Action, Case, ScriptedTask
-from fedplat.wire import auth, digests, http
+from fedplat.wire import auth, digests
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 
 
 @dataclass(frozen=True)
 class ScriptedAnswer:
-    """What the client gets."""
+    """What the client gets, in the form of its transport."""
 
     body: bytes = b""
-    status: int = 200
-    content_type: str = http.PROTO
-    headers: tuple[tuple[str, str], ...] = ()
+    """A serialized message, or the octets of a file."""
+    is_file: bool = False
+    refusal: RefusedCallError | None = None
+    proxy_status: int = 0
+    """If it is not 0, something before the server answers with this status of HTTP."""
     hold_s: float = 0.0
     """How long the answer is held back."""
     is_lost: bool = False
@@ -112,7 +114,7 @@ class ScriptedFleet:
                 return f"the assignment {number + 1} did not end; expected {' or '.join(task.outcome)}"
         return "the client did not check in after its last assignment"
 
-    def body_limit(self, method: str) -> int | None:
+    def octet_limit(self, method: str) -> int | None:
         """Return after how many octets of the next upload the connection breaks; None: it does not."""
         action = self._action(method, self._log.counts[method] + 1)
         return action.num_bytes if isinstance(action, script.CutFile) and method == "Upload" else None
@@ -121,12 +123,13 @@ class ScriptedFleet:
         """Serve a request."""
         method, counts = request.method, self._log.counts
         counts[method] += 1
-        self._log.sizes[method].append(len(request.body))
+        size = len(request.octets if method == "Upload" else request.message)
+        self._log.sizes[method].append(size)
         if sum(counts.values()) > MAX_CALLS:
             self.checks.note(f"the client has made more than {MAX_CALLS} calls")
         action = self._action(method, counts[method])
-        if isinstance(action, script.ProxyPage) and len(request.body) >= action.from_bytes:
-            return ScriptedAnswer(b"<html><body>Bad Gateway</body></html>", action.status, "text/html")
+        if isinstance(action, script.ProxyPage) and size >= action.from_bytes:
+            return ScriptedAnswer(proxy_status=action.status)
         try:
             self.checks.check_form(request)
             self.checks.check_time(request)
@@ -151,11 +154,9 @@ class ScriptedFleet:
         if isinstance(answer, Message):
             answer = ScriptedAnswer(answer.SerializeToString())
         if isinstance(action, script.ChangeAnswer):
-            return ScriptedAnswer(action.change(answer.body), answer.status, answer.content_type, hold_s=answer.hold_s)
+            return dataclasses.replace(answer, body=action.change(answer.body))
         if isinstance(action, script.CutFile) and (method == "Upload" or len(answer.body) > action.num_bytes):
-            return ScriptedAnswer(
-                answer.body, 200, answer.content_type, is_lost=method == "Upload", cut_after=action.num_bytes
-            )
+            return dataclasses.replace(answer, is_lost=method == "Upload", cut_after=action.num_bytes)
         if isinstance(action, script.Lose | script.Kill):
             return ScriptedAnswer(is_lost=True, kills=isinstance(action, script.Kill))
         return answer
@@ -163,7 +164,7 @@ class ScriptedFleet:
     def _forget(self, code: str, request: Request) -> None:
         """Lose what the server reports as lost."""
         if code == "SESSION_UNKNOWN":
-            self.checks.lose_session(request.headers.get(auth.METADATA_SESSION, ""))
+            self.checks.lose_session(request.text(auth.METADATA_SESSION))
         elif code == "STALE_ASSIGNMENT":
             self._end(self._works[-1], DROPPED)
         elif code == "CLIENT_UNKNOWN":
@@ -191,20 +192,16 @@ class ScriptedFleet:
     def _refuse(self, method: str, exc: RefusedCallError, at_s: float) -> ScriptedAnswer:
         if exc.code in FINAL:
             self.checks.ended_by = exc.code
-        headers = [(http.TRAILER_PREFIX + auth.METADATA_CODE, exc.code)]
         if exc.retry is not None:
             self.checks.not_before[method] = at_s + exc.retry[0], method
-            headers.append((http.TRAILER_PREFIX + wire.METADATA_RETRY, f"{exc.retry[0]} {exc.retry[1]}"))
-        status = http.STATUSES[STATUSES[exc.code]]
-        body = f'{{"code":"{status.code}","message":"the conformance kit answers with {exc.code}"}}'
-        return ScriptedAnswer(body.encode(), status.http, http.JSON, tuple(headers))
+        return ScriptedAnswer(refusal=exc)
 
     # The methods. Each returns a message, or an answer.
 
     def _on_getchallenge(self, message: Any, request: Request, _: int | None) -> Message:
         self.checks.check_version(request.method, message)
         nonce = hashlib.sha256(f"nonce {self._log.counts['GetChallenge']}".encode()).digest() + bytes(24)
-        self.checks.nonces[nonce] = ""
+        self.checks.nonces[nonce] = b""
         return fleet_pb2.GetChallengeResponse(protocol_version=wire.PROTOCOL_VERSION, nonce=nonce)
 
     def _on_enroll(self, message: Any, request: Request, _: int | None) -> Message:
@@ -305,7 +302,7 @@ class ScriptedFleet:
         fits = message.offset <= len(content)
         self.checks.require(fits, f"Download has the offset {message.offset}, beyond the file's end", "WRONG_OFFSET")
         end = message.offset + message.length if message.length else len(content)
-        return ScriptedAnswer(content[message.offset : end], 200, http.OCTETS)
+        return ScriptedAnswer(content[message.offset : end], is_file=True)
 
     def _on_heartbeat(self, message: Any, request: Request, _: int | None) -> ScriptedAnswer:
         work = self._find(message.token, "Heartbeat")
@@ -341,7 +338,7 @@ class ScriptedFleet:
         self._log.offsets["Upload"].append(header.offset)
         if header.offset != len(stored):
             raise RefusedCallError("WRONG_OFFSET")
-        stored += request.body[:keep]
+        stored += request.octets[:keep]
         fits = len(stored) <= size
         self.checks.require(fits, f"Upload has sent {len(stored)} bytes of {size}")
         return fleet_pb2.UploadResponse(received_bytes=len(stored))

@@ -18,6 +18,8 @@ from fedplat import system
 from fedplat.testing.wire.calls import POPULATION, SECRET
 from fedplat.testing.wire.cases import CASES
 from fedplat.testing.wire.fleet import ScriptedFleet
+from fedplat.testing.wire.grpc_serving import GrpcServer
+from fedplat.testing.wire.http_serving import HttpServer
 from fedplat.testing.wire.script import Case
 from fedplat.testing.wire.serving import ScriptedServer
 from fedplat.wire import auth
@@ -26,6 +28,8 @@ _LOG_BYTES = 2000
 _END_S = 10.0
 """How long a client may take to end."""
 Outcome = Literal["passed", "failed", "skipped"]
+SERVERS: Mapping[str, type[GrpcServer | HttpServer]] = {"http": HttpServer, "grpc": GrpcServer}
+"""The ports of the scripted server by the name of their transport."""
 
 
 class CaseResult(msgspec.Struct, frozen=True):
@@ -45,7 +49,9 @@ def find_cases(names: Sequence[str]) -> list[Case]:
     return [known[name] for name in names] if names else list(CASES)
 
 
-def run(command: str, names: Sequence[str] = (), limit_s: float = 60.0) -> Iterator[CaseResult]:
+def run(
+    command: str, names: Sequence[str] = (), limit_s: float = 60.0, transport: str = "http"
+) -> Iterator[CaseResult]:
     """Run a client's command through cases. Raises `ValueError` if it cannot be started."""
     try:
         arguments = shlex.split(command)
@@ -58,7 +64,10 @@ def run(command: str, names: Sequence[str] = (), limit_s: float = 60.0) -> Itera
         if any(task.is_evaluation for task in case.tasks) and not has_evaluator:
             yield CaseResult(case.name, "skipped", "the client has no evaluator")
             continue
-        attempt = _Attempt(case, arguments, limit_s)
+        if transport not in case.transports:
+            yield CaseResult(case.name, "skipped", f"it is not a case of {transport}")
+            continue
+        attempt = _Attempt(case, arguments, limit_s, transport)
         yield attempt.run()
         has_evaluator = attempt.fleet.has_evaluator
 
@@ -66,18 +75,19 @@ def run(command: str, names: Sequence[str] = (), limit_s: float = 60.0) -> Itera
 class _Attempt:
     """One case."""
 
-    def __init__(self, case: Case, command: Sequence[str], limit_s: float) -> None:
+    def __init__(self, case: Case, command: Sequence[str], limit_s: float, transport: str) -> None:
         self._case = case
         self._command = command
         self._ends_at = time.monotonic() + limit_s
         self._limit_s = limit_s
+        self._transport = transport
         self.fleet = ScriptedFleet(case)
         self._process: subprocess.Popen[bytes] | None = None
         self._is_killed = False
 
     def run(self) -> CaseResult:
         with tempfile.TemporaryDirectory(prefix="fedplat-conformance-") as folder, tempfile.TemporaryFile() as log:
-            server = ScriptedServer(self.fleet, self._kill)
+            server = SERVERS[self._transport](self.fleet, self._kill)
             with server.running():
                 try:
                     problem = self._follow(server, Path(folder), log)
@@ -129,12 +139,13 @@ class _Attempt:
         return f"the client ended with the exit status {status}: {fleet.missing}"
 
     def _start(self, address: str, folder: Path, log: IO[bytes]) -> None:
-        ticket = auth.Ticket(address, POPULATION, SECRET, http=address).to_text()
+        http = address if self._transport == "http" else ""
+        ticket = auth.Ticket(address, POPULATION, SECRET, http=http).to_text()
         environment: Mapping[str, str] = {
             **os.environ,
             "FEDPLAT_TICKET": ticket,
             "FEDPLAT_CLIENT_DATA_DIR": str(folder),
-            "FEDPLAT_TRANSPORT": "http",
+            "FEDPLAT_TRANSPORT": self._transport,
         }
         try:
             self._process = subprocess.Popen(

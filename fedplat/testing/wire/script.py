@@ -154,6 +154,7 @@ class Case:
     rule: str
     tasks: tuple[ScriptedTask, ...]
     faults: tuple[Fault, ...] = ()
+    transports: tuple[str, ...] = ("http", "grpc")
     is_last: bool = False
     """Whether the client must end by itself, with an exit status other than 0."""
     stops: bool = False

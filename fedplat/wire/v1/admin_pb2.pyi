@@ -450,6 +450,29 @@ class JobRequest(_message.Message):
 Global___JobRequest: _TypeAlias = JobRequest  # noqa: Y015
 
 @_typing.final
+class DeleteJobResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    NUM_RELEASES_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    num_releases: _builtins.int
+    """The private releases of the job, which stay in the ledger of its population."""
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        num_releases: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "num_releases", b"num_releases"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteJobResponse: _TypeAlias = DeleteJobResponse  # noqa: Y015
+
+@_typing.final
 class SetJobRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -75,6 +75,11 @@ class JobsStub:
                 request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.JobRequest.SerializeToString,
                 response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.Job.FromString,
                 _registered_method=True)
+        self.DeleteJob = channel.unary_unary(
+                '/fedplat.wire.v1.Jobs/DeleteJob',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.JobRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.DeleteJobResponse.FromString,
+                _registered_method=True)
         self.SetJob = channel.unary_unary(
                 '/fedplat.wire.v1.Jobs/SetJob',
                 request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.SetJobRequest.SerializeToString,
@@ -167,6 +172,13 @@ class JobsServicer:
 
     def CancelJob(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteJob(self, request, context):
+        """Deletes a job that has ended, with its models. What its clients have spent on private releases stays in the ledger.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -267,6 +279,11 @@ def add_JobsServicer_to_server(servicer, server):
                     servicer.CancelJob,
                     request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.JobRequest.FromString,
                     response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.Job.SerializeToString,
+            ),
+            'DeleteJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteJob,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.JobRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.DeleteJobResponse.SerializeToString,
             ),
             'SetJob': grpc.unary_unary_rpc_method_handler(
                     servicer.SetJob,
@@ -526,6 +543,33 @@ class Jobs:
             '/fedplat.wire.v1.Jobs/CancelJob',
             fedplat_dot_wire_dot_v1_dot_admin__pb2.JobRequest.SerializeToString,
             fedplat_dot_wire_dot_v1_dot_admin__pb2.Job.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fedplat.wire.v1.Jobs/DeleteJob',
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.JobRequest.SerializeToString,
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.DeleteJobResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,6 +43,8 @@ class JobsStub:
     PauseJob: _grpc.UnaryUnaryMultiCallable[_admin_pb2.JobRequest, _admin_pb2.Job]
     ResumeJob: _grpc.UnaryUnaryMultiCallable[_admin_pb2.JobRequest, _admin_pb2.Job]
     CancelJob: _grpc.UnaryUnaryMultiCallable[_admin_pb2.JobRequest, _admin_pb2.Job]
+    DeleteJob: _grpc.UnaryUnaryMultiCallable[_admin_pb2.JobRequest, _admin_pb2.DeleteJobResponse]
+    """Deletes a job that has ended, with its models. What its clients have spent on private releases stays in the ledger."""
     SetJob: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetJobRequest, _admin_pb2.Job]
     """Changes values of [retention] and [retry] in the file of a job that has not ended; they apply at once."""
     RollbackJob: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RollbackJobRequest, _admin_pb2.RollbackJobResponse]
@@ -73,6 +75,8 @@ class JobsAsyncStub(JobsStub):
     PauseJob: _aio.UnaryUnaryMultiCallable[_admin_pb2.JobRequest, _admin_pb2.Job]  # type: ignore[assignment]
     ResumeJob: _aio.UnaryUnaryMultiCallable[_admin_pb2.JobRequest, _admin_pb2.Job]  # type: ignore[assignment]
     CancelJob: _aio.UnaryUnaryMultiCallable[_admin_pb2.JobRequest, _admin_pb2.Job]  # type: ignore[assignment]
+    DeleteJob: _aio.UnaryUnaryMultiCallable[_admin_pb2.JobRequest, _admin_pb2.DeleteJobResponse]  # type: ignore[assignment]
+    """Deletes a job that has ended, with its models. What its clients have spent on private releases stays in the ledger."""
     SetJob: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetJobRequest, _admin_pb2.Job]  # type: ignore[assignment]
     """Changes values of [retention] and [retry] in the file of a job that has not ended; they apply at once."""
     RollbackJob: _aio.UnaryUnaryMultiCallable[_admin_pb2.RollbackJobRequest, _admin_pb2.RollbackJobResponse]  # type: ignore[assignment]
@@ -148,6 +152,14 @@ class JobsServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.JobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.Job, _abc.Awaitable[_admin_pb2.Job]]: ...
+
+    @_abc_1.abstractmethod
+    def DeleteJob(
+        self,
+        request: _admin_pb2.JobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.DeleteJobResponse, _abc.Awaitable[_admin_pb2.DeleteJobResponse]]:
+        """Deletes a job that has ended, with its models. What its clients have spent on private releases stays in the ledger."""
 
     @_abc_1.abstractmethod
     def SetJob(

@@ -114,9 +114,9 @@ app.add_typer(init.app, name="operator")
 app.add_typer(init.certificates_app, name="certificates")
 app.add_typer(metrics_commands.app, name="metrics")
 app.add_typer(pool_commands.app, name="pool")
-app.command("init")(init.init)
-app.command("dev")(serving.dev)
-app.command("prune")(prune.prune_)
+app.command("init", cls=TyperConfiguredCommand)(init.init)
+app.command("dev", cls=TyperConfiguredCommand)(serving.dev)
+app.command("prune", cls=TyperConfiguredCommand)(prune.prune_)
 
 
 def _print_version(is_set: bool) -> None:

@@ -44,10 +44,21 @@ ADMIN = "admin"
 def init(
     host: Annotated[
         list[str] | None,
-        typer.Option(metavar="HOST", help="Host name or address of the server; repeatable. Default: this host's name."),
+        typer.Option(
+            metavar="HOST",
+            envvar="FEDPLAT_HOSTS",
+            help="Host name or address of the server; repeatable. Default: this host's name.",
+        ),
     ] = None,
     port: Annotated[
-        int, typer.Option(min=1, max=65535, metavar="PORT", help="Port of the server in the operator's profile.")
+        int,
+        typer.Option(
+            min=1,
+            max=65535,
+            metavar="PORT",
+            envvar="FEDPLAT_INIT_PORT",  # Kubernetes sets FEDPLAT_PORT for a service with the name fedplat
+            help="Port of the server in the operator's profile.",
+        ),
     ] = 7443,
     profile_path: Annotated[
         Path | None,

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from fedplat.command_line.with_typer import make_group
+from fedplat.command_line.with_typer import TyperConfiguredCommand, make_group
 from fedplat_server.cli.bench.command import make_command
 from fedplat_server.cli.options import DEFAULT_DATA_DIR, DataDir
 from fedplat_server.errors import ConfigError
@@ -20,33 +20,56 @@ app.command("bench")(make_command())
 Backend = Literal["auto", "gloo", "nccl"]
 
 
-@app.command()
+@app.command(cls=TyperConfiguredCommand)
 def run(  # noqa: PLR0913 -- one parameter for each option of the command line
     data_dir: DataDir = DEFAULT_DATA_DIR,
     ranks: Annotated[
         int,
         typer.Option(
             metavar="N",
+            envvar="FEDPLAT_POOL_RANKS",
             show_default=False,
             help="Ranks on this host. Default: one for each GPU, or one for every two cores.",
         ),
     ] = 0,
-    backend: Annotated[Backend, typer.Option(help="Communication library: NCCL on GPUs, Gloo on CPUs.")] = "auto",
-    threads: Annotated[int, typer.Option(metavar="N", help="PyTorch threads in each rank.")] = 1,
+    backend: Annotated[
+        Backend,
+        typer.Option(envvar="FEDPLAT_POOL_BACKEND", help="Communication library: NCCL on GPUs, Gloo on CPUs."),
+    ] = "auto",
+    threads: Annotated[
+        int, typer.Option(metavar="N", envvar="FEDPLAT_POOL_THREADS", help="PyTorch threads in each rank.")
+    ] = 1,
     hosts: Annotated[
-        str, typer.Option(metavar="N or MIN:MAX", help="Number of hosts in the pool; run this command on each of them.")
+        str,
+        typer.Option(
+            metavar="N or MIN:MAX",
+            envvar="FEDPLAT_POOL_HOSTS",
+            help="Number of hosts in the pool; run this command on each of them.",
+        ),
     ] = "1",
     rendezvous: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Rendezvous address on one of the hosts, the same on all of them.")
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            envvar="FEDPLAT_POOL_RENDEZVOUS",
+            help="Rendezvous address on one of the hosts, the same on all of them.",
+        ),
     ] = "",
     address: Annotated[
         str,
         typer.Option(
-            metavar="HOST", help="Address of this host for the other hosts; that of the daemon's host must sort first."
+            metavar="HOST",
+            envvar="FEDPLAT_POOL_ADDRESS",
+            help="Address of this host for the other hosts; that of the daemon's host must sort first.",
         ),
     ] = "",
     max_restarts: Annotated[
-        int, typer.Option(metavar="N", help="Maximum number of restarts of the ranks after one has died.")
+        int,
+        typer.Option(
+            metavar="N",
+            envvar="FEDPLAT_POOL_MAX_RESTARTS",
+            help="Maximum number of restarts of the ranks after one has died.",
+        ),
     ] = 1000,
     log_level: Annotated[str, typer.Option(metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
 ) -> None:

@@ -62,13 +62,13 @@ def find_retained_versions(job: JobState, *, is_low: bool = False) -> RetainedVe
 
 
 class RetentionTask:
-    """The background task. `state_of` returns a job's state."""
+    """The background task. `find_state` returns a job's state; None: it was deleted."""
 
     def __init__(
         self,
         blobs: BlobStore,
         store: Store,
-        state_of: Callable[[str], JobState],
+        find_state: Callable[[str], JobState | None],
         drain_last_seen: Callable[[], Mapping[str, float]] = dict,
         set_asides: Sequence[Callable[[], None]] = (),
         is_low: Callable[[], bool] = lambda: False,
@@ -80,7 +80,7 @@ class RetentionTask:
         """
         self._blobs = blobs
         self._store = store
-        self._state_of = state_of
+        self._find_state = find_state
         self._drain_last_seen, self._is_low = drain_last_seen, is_low
         self._set_asides = set_asides
         self._jobs: dict[str, None] = {}
@@ -124,8 +124,10 @@ class RetentionTask:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def apply(self, job_id: str) -> None:
-        """Remove what a job does not keep, `BATCH` versions at a time."""
-        job = self._state_of(job_id)
+        """Remove what a job does not keep, `BATCH` versions at a time; of a deleted job, all."""
+        job = self._find_state(job_id)
+        if job is None:
+            return await self._remove_deleted(job_id)
         if job.spec.retention.history_days:
             self._limited_history.add(job_id)
         await self._remove_history(job)
@@ -139,6 +141,17 @@ class RetentionTask:
             logs.get().debug("old files were removed", job=job_id, models=models, states=states, bytes=size_bytes)
             if len(found) < BATCH:
                 return
+
+    async def _remove_deleted(self, job_id: str) -> None:
+        self._limited_history.discard(job_id)
+        while not self._is_closing:
+            # What a crash leaves of these files, the next start sets aside.
+            with self._blobs.sweep() as sweep:
+                unreferenced = await self._store.deletion.remove_part(job_id)
+                if unreferenced is None:
+                    return
+                with self._keeping(unreferenced):
+                    await asyncio.to_thread(sweep.remove, unreferenced)
 
     async def _remove_history(self, job: JobState) -> None:
         days = job.spec.retention.history_days

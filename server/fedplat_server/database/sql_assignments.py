@@ -18,7 +18,7 @@ from fedplat import rounds, texts
 from fedplat.rounds import AttemptKey
 from fedplat.rounds.states import OPEN_STATES, AssignmentState, Reason
 from fedplat_server.database import rows, transactions
-from fedplat_server.database.tables import SAME_ATTEMPT, assignments, attempts, clients, jobs
+from fedplat_server.database.tables import NOT_DELETED, SAME_ATTEMPT, assignments, attempts, clients, jobs
 
 MAX_EXAMPLE_BYTES = 300
 """Maximum size of a client's text that is shown as an example."""
@@ -111,8 +111,9 @@ class AssignmentStore:
 
 def _matches(which: AssignmentFilter) -> list[ColumnElement[bool]]:
     # With all job ids a client's assignments are found by an index that begins with the job.
+    all_jobs = select(jobs.c.job_id).where(NOT_DELETED)
     conditions = [
-        assignments.c.job_id == which.job_id if which.job_id else assignments.c.job_id.in_(select(jobs.c.job_id))
+        assignments.c.job_id == which.job_id if which.job_id else assignments.c.job_id.in_(all_jobs),
     ]
     for column, value in ((assignments.c.round, which.round), (assignments.c.number, which.number)):
         if value is not None:

@@ -37,6 +37,7 @@ from fedplat_server.database.records import (
 )
 from fedplat_server.database.sql_contents import NO_CONTENTS, ContentRows, SmallContents
 from fedplat_server.database.tables import (
+    NOT_DELETED,
     OF_ROUNDS,
     ONE_COMMIT,
     SAME_ATTEMPT,
@@ -327,7 +328,7 @@ class JobStore:
     def _load_jobs(
         self, connection: Connection, epoch_unix_s: float, which: sqlalchemy.ColumnElement[bool] | None = None
     ) -> list[JobRecord]:
-        query = select(jobs).order_by(jobs.c.sequence)
+        query = select(jobs).where(NOT_DELETED).order_by(jobs.c.sequence)
         if which is not None:
             query = query.where(which)
         return [self._load_job(connection, row, epoch_unix_s) for row in connection.execute(query).all()]

@@ -52,8 +52,6 @@ class RetentionStore:
         lock = select(jobs.c.job_id).where(jobs.c.job_id == job_id).with_for_update()
         models = [one.version.version for one in found if one.model]
         states = [one.version.version for one in found if one.state]
-        versions = [one.version for one in found]
-        digests = {each for one in versions for each in (one.digest, one.state_digest, one.delta_digest) if each}
 
         def transaction(connection: Connection) -> frozenset[str]:
             connection.execute(lock)
@@ -62,10 +60,7 @@ class RetentionStore:
                 mine.where(_V.version.in_(models), _KEEPS_MODEL, _is_spare(job_id)).values(model_removed_unix_s=now)
             )
             connection.execute(mine.where(_V.version.in_(states), _KEEPS_STATE).values(state_removed_unix_s=now))
-            sql_contents.lock_blobs(connection, digests)
-            unreferenced = _find_unreferenced(connection, digests)
-            sql_contents.delete_blobs(connection, unreferenced)
-            return unreferenced
+            return _give_up(connection, [one.version for one in found])
 
         with crash_points.step("retention.give_up"):
             return await self._database.write(transaction)
@@ -136,6 +131,28 @@ class RetentionStore:
 
         with crash_points.step("retention.history"):
             return await self._database.write(transaction)
+
+
+def give_up_all(connection: Connection, job_id: str, limit: int, now: float) -> frozenset[str] | None:
+    """Record that the files of the oldest versions of a job are removed, whatever needs them; None: no version has any.
+
+    Returns as `RetentionStore.mark_removed`.
+    """
+    query = select(model_versions).where(_V.job_id == job_id, _KEEPS_MODEL | _KEEPS_STATE)
+    found = [rows.to_record(row, ModelVersion) for row in connection.execute(query.order_by(_V.version).limit(limit))]
+    mine = model_versions.update().where(_V.job_id == job_id, _V.version.in_([one.version for one in found]))
+    connection.execute(mine.where(_KEEPS_MODEL).values(model_removed_unix_s=now))
+    connection.execute(mine.where(_KEEPS_STATE).values(state_removed_unix_s=now))
+    return _give_up(connection, found) if found else None
+
+
+def _give_up(connection: Connection, versions: Collection[ModelVersion]) -> frozenset[str]:
+    """Return the digests of versions that are no longer referenced, and remove their rows."""
+    digests = {each for one in versions for each in (one.digest, one.state_digest, one.delta_digest) if each}
+    sql_contents.lock_blobs(connection, digests)
+    unreferenced = _find_unreferenced(connection, digests)
+    sql_contents.delete_blobs(connection, unreferenced)
+    return unreferenced
 
 
 def _find_unreferenced(connection: Connection, digests: Collection[str]) -> frozenset[str]:

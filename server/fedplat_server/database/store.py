@@ -29,6 +29,7 @@ from fedplat_server.database.sql_assignments import AssignmentStore
 from fedplat_server.database.sql_audit import AuditStore, EventStore, OperatorStore
 from fedplat_server.database.sql_clients import ClientStore, FleetStore
 from fedplat_server.database.sql_contents import ContentStore
+from fedplat_server.database.sql_deletion import DeletionStore
 from fedplat_server.database.sql_jobs import JobStore
 from fedplat_server.database.sql_ledger import LedgerStore
 from fedplat_server.database.sql_retention import RetentionStore
@@ -68,6 +69,7 @@ class Store:
         self.audit = AuditStore(database, clock)
         self.ledger = LedgerStore(database, clock, files)
         self.retention = RetentionStore(database, clock)
+        self.deletion = DeletionStore(database, clock)
         self.contents = ContentStore(database)
         self.events = EventStore(database, clock)
         self.webhooks = WebhookStore(database, clock)

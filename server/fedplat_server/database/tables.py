@@ -138,7 +138,12 @@ jobs = sa.Table(
     sa.Column("cohort", sa.JSON(none_as_null=True)),
     # What the protocol of its training keeps (`RoundProtocol.write_state`); NULL: nothing.
     sa.Column("protocol", sa.JSON(none_as_null=True)),
+    # The time at which an operator has deleted it: only the ledger needs its rows. NULL: it is not deleted.
+    sa.Column("deleted_unix_s", sa.Float),
 )
+NOT_DELETED = jobs.c.deleted_unix_s.is_(None)
+"""Condition for jobs that are shown and run."""
+
 
 attempts = sa.Table(
     "attempts",

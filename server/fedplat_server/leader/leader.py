@@ -24,6 +24,7 @@ from fedplat_server.rpc.client_access import AssignmentFinder, ClientAccess, Enr
 from fedplat_server.rpc.clients import ClientsService, FleetView
 from fedplat_server.rpc.events import EventsService, WebhooksService
 from fedplat_server.rpc.fleet import FleetService, ReportService, WorkingClientsService
+from fedplat_server.rpc.job_deletion import JobDeletionService
 from fedplat_server.rpc.job_models import JobModelsService
 from fedplat_server.rpc.job_rounds import JobRoundsService
 from fedplat_server.rpc.job_view import JobView
@@ -73,6 +74,8 @@ class Leader:
                 if not version.metrics and version.model_removed_unix_s is None:
                     production.evaluation.schedule_if_due(record.state, version.version)
             production.retention.schedule_job(record.state.job_id)
+        for job_id in await store.deletion.list_deleted():
+            production.retention.schedule_job(job_id)
         await records.alerts.restore(store)
         records.alerts.begin(store)
         await records.alert_recorder.begin()
@@ -329,7 +332,10 @@ def _make_jobs(parts: LeaderParts) -> admin_pb2_grpc.JobsServicer:
         evaluation=production.evaluation,
         draining=coordination.draining,
     )
-    return serving.combine(admin_pb2_grpc.JobsServicer, commands, models, rounds)
+    deletion = functools.partial(
+        JobDeletionService, jobs=jobs, store=store, evaluation=production.evaluation, retention=production.retention
+    )
+    return serving.combine(admin_pb2_grpc.JobsServicer, commands, models, rounds, deletion)
 
 
 def _make_clients(parts: LeaderParts, enrollments: Enrollments) -> ClientsService:

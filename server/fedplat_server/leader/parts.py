@@ -214,7 +214,7 @@ async def _make_production(
     retention = RetentionTask(
         files.blobs,
         store,
-        coordination.jobs.state,
+        coordination.runner.coordinator.jobs.get,
         coordination.clients.drain_last_seen,
         (files.blobs.expire, files.spool.expire, files.relay.expire, training.expire),
         lambda: alert_monitor.DiskSpace.of(config.data_dir).is_scarce,

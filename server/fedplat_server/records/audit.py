@@ -38,6 +38,7 @@ class AuditAction(StrEnum):
     JOB_CANCELLED = "job cancelled"
     JOB_ROLLED_BACK = "job rolled back"
     JOB_CHANGED = "job changed"
+    JOB_DELETED = "job deleted"
     OPERATOR_ADDED = "operator added"
     OPERATOR_REMOVED = "operator removed"
     LOGIN_REFUSED = "login refused"

@@ -24,6 +24,7 @@ class JobRegistry:
         self._creators: dict[str, str] = {}
         self._positions: dict[str, int] = {}
         self._changed: dict[str, asyncio.Event] = {}
+        self._num_added = 0
 
     def add(self, record: JobRecord, participations: Sequence[Participation] = (), *, creator: str = "") -> None:
         """Add a stored job, with the participations of its clients if the job remembers them. Idempotent.
@@ -32,9 +33,17 @@ class JobRegistry:
         """
         self._creators.setdefault(record.state.job_id, creator)
         self._records.setdefault(record.state.job_id, record)
-        self._positions.setdefault(record.state.job_id, len(self._positions))
+        self._positions.setdefault(record.state.job_id, self._num_added)
+        self._num_added += 1
         if record.state.job_id not in self._runner.coordinator.jobs:
             self._runner.coordinator.add(record.state, participations)
+
+    def remove(self, job_id: str) -> None:
+        """Forget a job that was deleted. Idempotent. Those who watch it get `NO_SUCH_JOB`."""
+        if self._records.pop(job_id, None) is not None:
+            del self._creators[job_id], self._positions[job_id]
+            self._runner.coordinator.remove(job_id)
+        self.notify_watchers(job_id)
 
     def change_file(self, job_id: str, job_file: str) -> None:
         """Show another file of a job, which was stored."""
@@ -80,8 +89,11 @@ class JobRegistry:
         return candidates[0]
 
     def state(self, job_id: str) -> JobState:
-        """Return the coordinator's state of an existing job."""
-        return self._runner.coordinator.jobs[job_id]
+        """Return the coordinator's state of a job. Raises `RefusedError` if it was deleted meanwhile."""
+        found = self._runner.coordinator.jobs.get(job_id)
+        if found is None:
+            raise RefusedError(Code.NO_SUCH_JOB, repr(job_id))
+        return found
 
     def is_in_memory(self, job_id: str) -> bool:
         """Return whether the updates of a job must stay in memory."""

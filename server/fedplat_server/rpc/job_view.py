@@ -238,7 +238,8 @@ class ProgressEvents:
         now = self._clock()
         if now < self._due_at:
             return None
-        attempt = self._coordinator.jobs[self._job_id].open_attempt
+        job = self._coordinator.jobs.get(self._job_id)
+        attempt = job.open_attempt if job is not None else None
         start = self._describe_start(attempt)
         problem = self._view.runner.problem
         is_waiting = attempt is not None and (attempt.phase is AttemptPhase.SELECTING or bool(start or problem))

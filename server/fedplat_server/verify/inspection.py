@@ -61,9 +61,11 @@ async def snapshot(database: str) -> AsyncGenerator[AsyncConnection]:
 async def units(connection: AsyncConnection, now_unix_s: float = 0.0) -> AsyncIterator[Unit]:
     """Yield the jobs in the order of creation, each followed by its attempts and stray history, then the audit log.
 
-    Only one attempt, and the rows of a job's versions and attempts, are in memory at a time.
+    Only one attempt, and the rows of a job's versions and attempts, are in memory at a time. Deleted jobs, whose rows
+    are removed in parts, are left out.
     """
-    for row in await _rows(connection, records.JobRow, tables.jobs, order=("sequence",)):
+    query = _query(records.JobRow, tables.jobs, {}, ("sequence",)).where(tables.NOT_DELETED)
+    for row in [records.JobRow(*values) for values in await connection.execute(query)]:
         job = await _job(connection, row)
         yield job
         async for unit in _attempts(connection, job, now_unix_s):

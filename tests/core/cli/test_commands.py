@@ -194,6 +194,14 @@ def test_job_control(run: Run, job: admin_pb2.Job):
     assert parsed(run("job", "cancel", job.job_id, "--json"))["status"] == "CANCELLED"
 
 
+def test_job_delete(run: Run, job: admin_pb2.Job, state: State):
+    assert "there is no terminal to confirm it: add --yes" in run("job", "delete", "digits").stderr
+    assert run("job", "delete", "digits", "--yes").stderr == "error: cannot delete a job that is RUNNING\n"
+    job.status, state.num_releases = S.JOB_STATUS_COMPLETED, 2
+    said = run("job", "delete", "digits", "--yes").stdout
+    assert (said.splitlines()[-1], state.jobs) == ("2 private releases of it stay in the ledger of population demo", {})
+
+
 def test_job_set(run: Run, job: admin_pb2.Job, state: State):
     done = run("job", "set", "digits", "retention.versions=5", "retry.pause_after=0")
     assert done.stdout == f"job digits ({job.job_id}) is RUNNING\n"

@@ -32,6 +32,7 @@ def use_file(context: click.Context, _: click.Parameter, value: Path | None) -> 
 @click.option("--traces", envvar=["OTEL_TRACES"])
 @click.option("--ticket")
 @click.option("--proxy", envvar="FEDPLAT_PROXY")
+@click.option("--yes", is_flag=True, default=None)
 def show(**options: object) -> None:
     """Print the options."""
     click.echo(" ".join(f"{name}={value}" for name, value in sorted(options.items()) if value is not None))
@@ -61,6 +62,11 @@ def test_an_option_goes_before_its_variable_and_that_before_the_file(tmp_path: P
     assert run("--number", "4", "--no-mtls", "--label", "e=5", FEDPLAT_CONFIG=file, FEDPLAT_NUMBER="3") == (
         "labels=('e=5',) log_level=error mtls=False number=4 part=1.0\n"
     )
+
+
+def test_a_variable_does_not_agree_to_what_a_command_asks() -> None:
+    assert "yes" not in run(FEDPLAT_YES="1")
+    assert "yes=True" in run("--yes")
 
 
 def test_variables_have_the_names_of_options_and_further_ones_that_they_name() -> None:

@@ -101,6 +101,13 @@ class FakeJobs(_Service, admin_pb2_grpc.JobsServicer):
     def CancelJob(self, request: admin_pb2.JobRequest, context: grpc.ServicerContext):
         return self._change(request.job, S.JOB_STATUS_RUNNING, S.JOB_STATUS_CANCELLED, context)
 
+    def DeleteJob(self, request: admin_pb2.JobRequest, context: grpc.ServicerContext):
+        job = self._find(request.job, context)
+        if job.status not in ENDED:
+            _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, "cannot delete a job that is RUNNING")
+        del self.state.jobs[job.job_id]
+        return admin_pb2.DeleteJobResponse(job_id=job.job_id, num_releases=self.state.num_releases)
+
     def SetJob(self, request: admin_pb2.SetJobRequest, context: grpc.ServicerContext):
         job = self._find(request.job, context)
         self.state.changes += request.changes

@@ -51,6 +51,8 @@ class State:
     counts: bool = True
     """Whether lists have totals, as those of older servers do not."""
     enrollments: list[admin_pb2.Enrollment] = field(default_factory=list[admin_pb2.Enrollment])
+    num_releases: int = 0
+    """The private releases that a deleted job leaves."""
     changes: list[str] = field(default_factory=list[str])
     """The changes of a job that were asked for."""
     asked: admin_pb2.CreateEnrollmentRequest | None = None
