@@ -9,13 +9,20 @@ from __future__ import annotations
 
 from fedplat.errors import ProcedureError
 from fedplat.procedures.contract import Finished, Json, Procedure, ReplyDisclosure, Step
-from fedplat.procedures.means import Means, NumericColumn
+from fedplat.procedures.means import Means
 from fedplat.procedures.runs import ProcedureResult, run
 from fedplat.procedures.sums import ExactSum, ReplySchema, ReplyTensor, ReplyTotals
-from fedplat.procedures.tables import ColumnFrame, SiteTable
+from fedplat.procedures.tables import SiteTable
+from fedplat.tables.columns import BooleanColumn, CategoryColumn, Column, DateColumn, NumericColumn
+from fedplat.tables.dictionary import TableDictionary
+from fedplat.tables.sources import ColumnFrame
 
 __all__ = [
+    "BooleanColumn",
+    "CategoryColumn",
+    "Column",
     "ColumnFrame",
+    "DateColumn",
     "ExactSum",
     "Finished",
     "Json",
@@ -30,5 +37,6 @@ __all__ = [
     "ReplyTotals",
     "SiteTable",
     "Step",
+    "TableDictionary",
     "run",
 ]

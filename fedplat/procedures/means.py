@@ -17,68 +17,15 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct
 
-from fedplat import texts
 from fedplat.errors import ProcedureError
 from fedplat.model import Parameters
 from fedplat.procedures.contract import Finished, Json, ReplyDisclosure, Step
 from fedplat.procedures.sums import ReplySchema, ReplyTensor, ReplyTotals
 from fedplat.procedures.tables import SiteTable
 from fedplat.secure_aggregation.messages import MAX_GROUP
-
-Finite = Annotated[float, Meta(ge=-1e100, le=1e100)]
-_MAX_STEPS = 2**50
-"""Most steps from 0 to an end of a range: so a value of 64 bits divided by the resolution is right to a step."""
+from fedplat.tables.columns import NumericColumn
 
 _NUMBERS = ("rows", "missing", "mean", "standard_deviation", "standard_error")
-
-
-class NumericColumn(Struct, frozen=True, forbid_unknown_fields=True):
-    """The declared range of a column of numbers, and its resolution, to which values are rounded."""
-
-    low: Finite
-    """Least value that a row may have."""
-    high: Finite
-    """Largest value that a row may have."""
-    resolution: Annotated[float, Meta(gt=0.0, le=1e100)]
-    """Step of the values, such as 1 for whole years or 0.1 for a laboratory value with one decimal."""
-
-    def __post_init__(self) -> None:
-        if not self.low < self.high:
-            raise ValueError(f"low = {self.low:g}, high = {self.high:g}: expected low below high")
-        if max(abs(self.low), abs(self.high)) > _MAX_STEPS * self.resolution:
-            raise ValueError(f"resolution = {self.resolution:g}: it is too fine for the range; expected a larger one")
-        if self.high - self.low < self.resolution:
-            raise ValueError(
-                f"resolution = {self.resolution:g}: expected at most the range, from {self.low:g} to {self.high:g}"
-            )
-
-    @property
-    def middle(self) -> int:
-        """The middle of the range, in steps of the resolution."""
-        return (self._count(self.low) + self._count(self.high)) // 2
-
-    @property
-    def reach(self) -> int:
-        """The largest distance of a value from the middle, in steps of the resolution."""
-        return max(self.middle - self._count(self.low), self._count(self.high) - self.middle)
-
-    def _count(self, value: float) -> int:
-        return int(np.rint(value / self.resolution))
-
-    def index(self, values: npt.NDArray[np.float64], name: str) -> npt.NDArray[np.int64]:
-        """Return the distances of a column's values from the middle, in steps, without those that are missing.
-
-        Raises `ProcedureError` if a value is outside the range.
-        """
-        present = values[~np.isnan(values)]
-        num_outside = present.size - int(np.count_nonzero((present >= self.low) & (present <= self.high)))
-        if num_outside:
-            raise ProcedureError(
-                f"{num_outside:,} of {texts.format_count(values.size, 'row')} have values of column "
-                f"{texts.quote(name)} outside its declared range, from {self.low:g} to {self.high:g}; correct the "
-                "data, or declare another range"
-            )
-        return np.rint(present / self.resolution).astype(np.int64) - self.middle
 
 
 class Means(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="means"):
@@ -124,10 +71,10 @@ class Means(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", t
         return {name: [sums[name] for sums in found] for name in ("rows", "missing", "sums", "squares")}
 
     def _add_up(self, name: str, table: SiteTable) -> dict[str, int]:
-        values = table.read(name)
+        values = table.read(name, self.columns[name])
         if values.size > self.max_rows:
             raise ProcedureError(f"the table has {values.size:,} rows; expected at most max_rows = {self.max_rows:,}")
-        steps = self.columns[name].index(values, name)
+        steps = self.columns[name].count_steps(values[~np.isnan(values)])
         return {
             "rows": steps.size,
             "missing": values.size - steps.size,

@@ -1,0 +1,37 @@
+"""Tables of sites: where their rows come from, and what their owner declares about the columns.
+
+Read in this order: `columns.py` has the types of columns, which procedures and owners declare alike; `dictionary.py`
+what an owner adds, such as other names; `sources.py` reads frames; `values.py` turns their columns into arrays of one
+type, and counts what does not fit. `fedplat.procedures.tables` is all of that together, as procedures see it.
+"""
+
+from __future__ import annotations
+
+from fedplat.tables.columns import BooleanColumn, CategoryColumn, Column, DateColumn, NumericColumn
+from fedplat.tables.dictionary import (
+    SiteCategories,
+    SiteColumn,
+    SiteDates,
+    SiteNumbers,
+    SiteTruthValues,
+    TableDictionary,
+    load_dictionary,
+)
+from fedplat.tables.sources import ColumnFrame, TableSource
+
+__all__ = [
+    "BooleanColumn",
+    "CategoryColumn",
+    "Column",
+    "ColumnFrame",
+    "DateColumn",
+    "NumericColumn",
+    "SiteCategories",
+    "SiteColumn",
+    "SiteDates",
+    "SiteNumbers",
+    "SiteTruthValues",
+    "TableDictionary",
+    "TableSource",
+    "load_dictionary",
+]
