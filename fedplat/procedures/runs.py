@@ -14,7 +14,7 @@ from fedplat.errors import ProcedureError
 from fedplat.procedures.contract import Finished, Json, Procedure, Step
 from fedplat.procedures.sums import ExactSum, ReplyTotals
 from fedplat.procedures.tables import SiteTable
-from fedplat.tables.sources import Frame
+from fedplat.tables.files import Frame
 
 MAX_STEPS = 10_000
 
@@ -44,7 +44,7 @@ class ProcedureResult(Struct, frozen=True):
 def run(
     procedure: Procedure, frames: Mapping[str, Frame | SiteTable], *, max_steps: int = MAX_STEPS
 ) -> ProcedureResult:
-    """Run a procedure over the table of each site, by its name: a frame, or a `SiteTable`.
+    """Run a procedure over the table of each site, by its name: a frame, the path of a file, or a `SiteTable`.
 
     No guarantee of privacy applies within one process.
 
@@ -87,5 +87,5 @@ def ask(
 
 
 def open_table(frame: Frame | SiteTable) -> SiteTable:
-    """Return the table of a site. Raises `ProcedureError` as `SiteTable` does."""
+    """Return the table of a site. Raises `ProcedureError` and `MissingExtraError` as `SiteTable` does."""
     return frame if isinstance(frame, SiteTable) else SiteTable(frame)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from fedplat.errors import ProcedureError
 from fedplat.tables import dictionary, values
 from fedplat.tables.columns import CategoryColumn, Column
 from fedplat.tables.dictionary import Columns, SiteCategories, SiteColumn
-from fedplat.tables.sources import Frame, open_source
+from fedplat.tables.files import Frame, open_source
 from fedplat.tables.values import Array, ColumnCounts
 
 
@@ -22,10 +23,15 @@ from fedplat.tables.values import Array, ColumnCounts
 class TableCounts:
     """What a table has, in counts: how many rows fit the declaration, and how many do not."""
 
+    declared: Mapping[str, SiteColumn | None]
+    rows_per_person: int = 1
     rows: int = 0
     columns: dict[str, ColumnCounts] = dataclasses.field(default_factory=dict[str, ColumnCounts])
-    absent: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
-    """Why a column cannot be read at all, by its name."""
+    """The counts of the columns that the table has."""
+    num_found: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
+    """How often the table has a declared column, by its name, unless that is once."""
+    num_persons_columns: int = 1
+    """How often the table has the column of persons, if one is declared."""
     unidentified_rows: int = 0
     """Rows without a value in the column of persons."""
     repeated_persons: int = 0
@@ -33,24 +39,42 @@ class TableCounts:
 
     @property
     def fits(self) -> bool:
-        """True if all rows are as declared."""
-        return not (self.absent or self.unidentified_rows or self.repeated_persons) and all(
-            each.fits for each in self.columns.values()
-        )
+        """True if all rows so far are as declared."""
+        is_found = not self.num_found and self.num_persons_columns == 1
+        return is_found and all(each.fits for each in self.columns.values())
+
+    def list_mistakes(self) -> list[str]:
+        """Return what does not fit, in sentences without values."""
+        mistakes = [
+            f"the table has {f'{number} columns for' if number else 'no column'} {texts.quote(name)}"
+            for name, number in self.num_found.items()
+        ]
+        if self.num_persons_columns != 1:
+            mistakes.append(f"the table has the column of persons {self.num_persons_columns} times; expected it once")
+        mistakes += [each.describe(name, self.declared[name]) for name, each in self.columns.items() if not each.fits]
+        if self.unidentified_rows:
+            rows = "1 row has" if self.unidentified_rows == 1 else f"{self.unidentified_rows:,} rows have"
+            mistakes.append(f"{rows} no value in the column of persons")
+        if self.repeated_persons:
+            persons = "1 person has" if self.repeated_persons == 1 else f"{self.repeated_persons:,} persons have"
+            mistakes.append(
+                f"{persons} more than {texts.format_count(self.rows_per_person, 'row')}; expected at most that"
+            )
+        return mistakes
 
 
 class SiteTable:
     """The rows of one site, with what their owner declares about the columns.
 
-    `frame` is a data frame of pandas or polars, a table of pyarrow, a dictionary of arrays, or a `TableSource`.
-    `columns` is the dictionary of the table, as a `TableDictionary`, as columns by name, or as the path of a file;
-    without it all columns may be read, as a procedure declares them. `person` is the column that identifies a person,
-    for a dictionary that does not name it.
+    `frame` is a data frame of pandas or polars, a table of pyarrow, a dictionary of arrays, the path of a file (`.csv`,
+    `.parquet`, `.duckdb`), or a `TableSource`. `columns` is the dictionary of the table, as a `TableDictionary`, as
+    columns by name, or as the path of a file; without it all columns may be read, as a procedure declares them.
+    `person` is the column that identifies a person, for a dictionary that does not name it.
 
     Nothing of the table is read until a procedure asks for it, and nothing of it is kept. Messages of its errors have
     names of columns that were asked for, types and counts, and never values: they may leave the site.
 
-    Raises `ProcedureError` for a dictionary that cannot be used.
+    Raises `ProcedureError` for a dictionary or a kind of file that cannot be used, and `MissingExtraError`.
     """
 
     def __init__(self, frame: Frame, columns: Columns | None = None, person: str | None = None) -> None:
@@ -70,8 +94,7 @@ class SiteTable:
         Raises `ProcedureError` as `check` does, before a row is read, and at the end of the table if there are rows
         that do not fit, with their number.
         """
-        counts = TableCounts()
-        yield from self._scan({name: self._find(name, column) for name, column in columns.items()}, counts, columns)
+        yield from self._scan({name: self._find(name, column) for name, column in columns.items()}, columns)
 
     def read(self, name: str, column: Column | None = None) -> Array:
         """Return one column, as declared in the dictionary or here, or else as numbers without a range.
@@ -80,7 +103,7 @@ class SiteTable:
         """
         site = self._find(name, column)
         wanted = {} if column is None else {name: column}
-        return np.concatenate([each[name] for each in self._scan({name: site}, TableCounts(), wanted)])
+        return np.concatenate([each[name] for each in self._scan({name: site}, wanted)])
 
     def count(self) -> TableCounts:
         """Return what the columns of the dictionary have, in counts, for the owner of the table.
@@ -89,8 +112,8 @@ class SiteTable:
         """
         if self._dictionary is None:
             raise ProcedureError("the table has no dictionary; expected declared columns")
-        counts = TableCounts()
-        for _ in self._read_rows(dict(self._dictionary.columns), counts):
+        counts = TableCounts(self._dictionary.columns, self._rows_per_person)
+        for _ in self._read_rows(counts):
             pass
         return counts
 
@@ -111,59 +134,37 @@ class SiteTable:
         return dictionary.merge_columns(site, column)
 
     def _scan(
-        self, sites: Mapping[str, SiteColumn | None], counts: TableCounts, columns: Mapping[str, Column]
+        self, sites: Mapping[str, SiteColumn | None], columns: Mapping[str, Column]
     ) -> Iterator[dict[str, Array]]:
         """Yield rows as long as all fit, and raise at the end if one does not."""
-        batches = self._read_rows(sites, counts)
-        if counts.absent:
-            raise ProcedureError("; ".join(counts.absent.values()))
-        for batch in batches:
-            if counts.fits:
-                yield {name: _align(array, sites[name], columns.get(name)) for name, array in batch.items()}
-        misfits = [each.describe(name, sites[name]) for name, each in counts.columns.items() if not each.fits]
-        if misfits or not counts.fits:
-            raise ProcedureError("; ".join([*misfits, *self.describe_persons(counts)]))
+        counts = TableCounts(sites, self._rows_per_person)
+        batches = self._read_rows(counts)
+        if counts.fits:
+            for batch in batches:
+                if counts.fits:
+                    yield {name: _align(array, sites[name], columns.get(name)) for name, array in batch.items()}
+        if mistakes := counts.list_mistakes():
+            raise ProcedureError("; ".join(mistakes))
 
-    def describe_persons(self, counts: TableCounts) -> Iterator[str]:
-        """Yield what does not fit in the column of persons."""
-        if counts.unidentified_rows:
-            yield f"{texts.format_count(counts.unidentified_rows, 'row')} have no value in the column of persons"
-        if counts.repeated_persons:
-            persons = "1 person has" if counts.repeated_persons == 1 else f"{counts.repeated_persons:,} persons have"
-            yield f"{persons} more than {texts.format_count(self._rows_per_person, 'row')}; expected at most that"
-
-    def _read_rows(self, sites: Mapping[str, SiteColumn | None], counts: TableCounts) -> Iterator[dict[str, Array]]:
+    def _read_rows(self, counts: TableCounts) -> Iterator[dict[str, Array]]:
         """Find the columns at once, and return an iterator over all rows, which counts them."""
-        sources = {name: (site.source if site is not None else "") or name for name, site in sites.items()}
+        sources = {name: (site.source if site else "") or name for name, site in counts.declared.items()}
         if (found := self._source.read_names()) is not None:
-            for name, source in sources.items():
-                if (number := found.count(source)) != 1:
-                    what = "no column" if number == 0 else f"{number} columns for"
-                    counts.absent[name] = f"the table has {what} {texts.quote(name)}"
-            if self._person and found.count(self._person) != 1:
-                raise ProcedureError(
-                    "the table has no column of persons, or several, of the declared name; expected one"
-                )
-        readable = {name: source for name, source in sources.items() if name not in counts.absent}
-        counts.columns = {name: ColumnCounts() for name in readable}
-        return self._read_columns(sites, readable, counts)
+            counts.num_found = {name: number for name, each in sources.items() if (number := found.count(each)) != 1}
+            counts.num_persons_columns = found.count(self._person) if self._person else 1
+        counts.columns = {name: ColumnCounts() for name in sources if name not in counts.num_found}
+        return self._read_columns({name: sources[name] for name in counts.columns}, counts)
 
-    def _read_columns(
-        self, sites: Mapping[str, SiteColumn | None], sources: Mapping[str, str], counts: TableCounts
-    ) -> Iterator[dict[str, Array]]:
-        wanted = {*sources.values(), *((self._person,) if self._person else ())}
+    def _read_columns(self, sources: Mapping[str, str], counts: TableCounts) -> Iterator[dict[str, Array]]:
+        person = self._person if counts.num_persons_columns == 1 else ""
+        wanted = {*sources.values(), person} - {""}
         persons: list[npt.NDArray[np.int64]] = []
-        for batch in self._source.read_batches(sorted(wanted)):
-            arrays: dict[str, Array] = {}
-            for name, source in sources.items():
-                try:
-                    arrays[name] = values.convert(
-                        batch[source], sites[name], counts.columns[name], is_text=self._source.is_text
-                    )
-                except ProcedureError as exc:
-                    raise ProcedureError(f"column {texts.quote(name)}: {exc}") from exc
-            if self._person:
-                persons.append(_hash_persons(batch[self._person], counts))
+        batches = iter(self._source.read_batches(sorted(wanted)))
+        first = next(batches, dict.fromkeys(wanted, ()))  # the columns of an empty table have their types, too
+        for batch in itertools.chain([first], batches):
+            arrays = {name: self._convert(batch[source], name, counts) for name, source in sources.items()}
+            if person:
+                persons.append(_hash_persons(batch[person], counts))
             sizes = {array.size for array in (*arrays.values(), *persons[-1:])}
             if len(sizes) > 1:
                 raise ProcedureError("the columns of the table have different numbers of rows; expected the same")
@@ -172,6 +173,12 @@ class SiteTable:
         if persons:
             _, repeats = np.unique(np.concatenate(persons), return_counts=True)
             counts.repeated_persons = int(np.count_nonzero(repeats > self._rows_per_person))
+
+    def _convert(self, raw: Any, name: str, counts: TableCounts) -> Array:
+        try:
+            return values.convert(raw, counts.declared[name], counts.columns[name], is_text=self._source.is_text)
+        except ProcedureError as exc:
+            raise ProcedureError(f"column {texts.quote(name)}: {exc}") from exc
 
 
 def _hash_persons(raw: Any, counts: TableCounts) -> npt.NDArray[np.int64]:

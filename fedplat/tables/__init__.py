@@ -1,8 +1,9 @@
 """Tables of sites: where their rows come from, and what their owner declares about the columns.
 
 Read in this order: `columns.py` has the types of columns, which procedures and owners declare alike; `dictionary.py`
-what an owner adds, such as other names; `sources.py` reads frames; `values.py` turns their columns into arrays of one
-type, and counts what does not fit. `fedplat.procedures.tables` is all of that together, as procedures see it.
+what an owner adds, such as other names; `sources.py` reads frames and `files.py` files; `values.py` turns their columns
+into arrays of one type, and counts what does not fit. `fedplat.procedures.tables` is all of that together, as
+procedures see it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from fedplat.tables.dictionary import (
     TableDictionary,
     load_dictionary,
 )
+from fedplat.tables.files import CsvFile, DuckDBTable, Frame, ParquetFile
 from fedplat.tables.sources import ColumnFrame, TableSource
 
 __all__ = [
@@ -24,8 +26,12 @@ __all__ = [
     "CategoryColumn",
     "Column",
     "ColumnFrame",
+    "CsvFile",
     "DateColumn",
+    "DuckDBTable",
+    "Frame",
     "NumericColumn",
+    "ParquetFile",
     "SiteCategories",
     "SiteColumn",
     "SiteDates",

@@ -39,16 +39,6 @@ class TableSource(Protocol):
         ...
 
 
-Frame: TypeAlias = ColumnFrame | TableSource
-"""What a table can be: columns in memory, or a source."""
-
-
-def open_source(frame: Frame) -> TableSource:
-    """Return the source of a frame, of which nothing is read yet."""
-    is_source = all(hasattr(type(frame), name) for name in ("read_names", "read_batches"))
-    return cast(TableSource, frame) if is_source else FrameSource(cast(ColumnFrame, frame))
-
-
 @dataclasses.dataclass(frozen=True)
 class FrameSource:
     """A data frame of pandas or polars, a table of pyarrow, or a dictionary of arrays."""

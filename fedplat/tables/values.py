@@ -113,11 +113,24 @@ def to_array(raw: Any) -> Array:
     try:
         # Without `object` each text takes the space of the longest one, and [1, "a"] is two texts.
         array = np.array(raw, object) if is_text else np.asarray(raw)
+        if _has_rounded(array, raw):
+            array = np.array(_list_values(raw), object)
     except (TypeError, ValueError) as exc:
         raise ProcedureError(f"it cannot be read ({texts.name_type(exc)}); expected one value for each row") from exc
     if array.ndim != 1:
         raise ProcedureError(f"it has {array.ndim} dimensions; expected one value for each row")
     return array
+
+
+def _has_rounded(array: Array, raw: Any) -> bool:
+    """Return whether NumPy has whole numbers of a column as floats, because others are missing, and not exactly."""
+    kind = str(getattr(raw, "dtype", getattr(raw, "type", ""))).lower()
+    return array.dtype.kind == "f" and kind.startswith(("int", "uint")) and bool(np.any(np.abs(array) >= _EXACT))
+
+
+def _list_values(raw: Any) -> list[Any]:
+    """Return a column of pyarrow, polars or pandas as a list."""
+    return next(getattr(raw, name) for name in ("to_pylist", "to_list", "tolist") if hasattr(raw, name))()
 
 
 def name_code(value: object) -> str | Unfit | None:

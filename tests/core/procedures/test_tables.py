@@ -97,7 +97,7 @@ def test_rows_of_a_person_are_bounded(ids: Any, message: str) -> None:
 
 
 def test_a_table_without_its_column_of_persons_is_refused() -> None:
-    with pytest.raises(ProcedureError, match="no column of persons"):
+    with pytest.raises(ProcedureError, match=r"^the table has the column of persons 0 times; expected it once$"):
         SiteTable({"age": [1]}, person="key").read("age")
 
 
@@ -129,13 +129,19 @@ def test_an_owner_gets_the_counts_of_all_declared_columns() -> None:
     counts = SiteTable({"Alter": [41, 500, "x", None], "id": [1, 2, 2, ""]}, DICTIONARY).count()
     age = counts.columns["age"]
     assert (counts.rows, age.missing, age.invalid, age.outside) == (4, 1, 1, 1)
-    assert counts.absent == {"sex": "the table has no column 'sex'"}
-    assert (counts.unidentified_rows, counts.repeated_persons, counts.fits) == (1, 1, False)
-    assert SiteTable(FRAME, DICTIONARY).count().fits
+    assert counts.num_found == {"sex": 0}
+    assert (counts.unidentified_rows, counts.repeated_persons) == (1, 1)
+    mistakes = counts.list_mistakes()
+    assert mistakes[0] == "the table has no column 'sex'"
+    assert mistakes[2:] == [
+        "1 row has no value in the column of persons",
+        "1 person has more than 1 row; expected at most that",
+    ]
+    assert not SiteTable(FRAME, DICTIONARY).count().list_mistakes()
 
 
 def test_an_empty_site_has_no_rows() -> None:
     for frame in ({"Alter": [], "G": [], "id": []}, pd.DataFrame({"Alter": [], "G": [], "id": []})):
         table = SiteTable(frame, DICTIONARY)
         assert table.read("age", AGE).size == table.read("sex", SEX).size == 0
-        assert table.count().fits
+        assert not table.count().list_mistakes()
