@@ -15,20 +15,22 @@ from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from fedplat.errors import ProcedureError
 from fedplat.model import Parameters
 from fedplat.procedures.contract import Finished, Json, ReplyDisclosure, Step
+from fedplat.procedures.groups import GroupOptions, RowGroups, count_codes
 from fedplat.procedures.sums import ReplySchema, ReplyTensor, ReplyTotals
 from fedplat.procedures.tables import SiteTable
 from fedplat.secure_aggregation.messages import MAX_GROUP
 from fedplat.tables.columns import NumericColumn
 
+_TENSORS = ("rows", "missing", "sums", "squares")
 _NUMBERS = ("rows", "missing", "mean", "standard_deviation", "standard_error")
 
 
-class Means(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="means"):
+class Means(GroupOptions, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="means"):
     """The mean, standard deviation and standard error of columns, over the rows of all sites that have a value."""
 
     columns: Annotated[dict[str, NumericColumn], Meta(min_length=1, max_length=1000)]
@@ -36,10 +38,9 @@ class Means(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", t
     min_rows: Annotated[int, Meta(ge=2, le=1_000_000)] = 10
     """Number of rows with a value, over all sites, below which the numbers of a column are left out of the result. Who
     adds up the replies learns them all the same."""
-    max_rows: Annotated[int, Meta(ge=1, le=2**40)] = 1_000_000
-    """Number of rows that a site may have at most: with the ranges it bounds the sums."""
 
     def __post_init__(self) -> None:
+        self._groups()
         for name, column in self.columns.items():
             if self.max_rows * column.reach**2 * MAX_GROUP >= 2**63:
                 raise ValueError(
@@ -48,47 +49,52 @@ class Means(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", t
                     "max_rows"
                 )
 
+    def _groups(self) -> RowGroups:
+        return RowGroups(self.columns, self)
+
     def begin(self) -> Step:
         """Return the only question."""
         return Step(Parameters.from_arrays({"step": np.array([1], np.int64)}))
 
     def schema(self, message: Parameters) -> ReplySchema:
-        """Return the form of the replies: four integers for each column."""
+        """Return the form of the replies: four integers for each column, and for each group of rows."""
         if {*message} != {"step"} or message["step"].tolist() != [1]:
             raise ProcedureError("the message is not one of this procedure; expected that of its only step")
         reach = max(column.reach for column in self.columns.values())
         limits = {"rows": 1, "missing": 1, "sums": reach, "squares": reach**2}
+        shape = (len(self.columns),) if not self.by else (self._groups().size, len(self.columns))
         return ReplySchema(
-            tuple(
-                ReplyTensor(name, _round_up(self.max_rows * limit), (len(self.columns),))
-                for name, limit in limits.items()
-            )
+            tuple(ReplyTensor(name, _round_up(self.max_rows * limit), shape) for name, limit in limits.items())
         )
 
     def answer(self, message: Parameters, table: SiteTable) -> Mapping[str, npt.ArrayLike]:
         """Return the sums over a site's rows."""
-        found = [self._add_up(name, table) for name in self.columns]
-        return {name: [sums[name] for sums in found] for name in ("rows", "missing", "sums", "squares")}
-
-    def _add_up(self, name: str, table: SiteTable) -> dict[str, int]:
-        values = table.read(name, self.columns[name])
-        if values.size > self.max_rows:
-            raise ProcedureError(f"the table has {values.size:,} rows; expected at most max_rows = {self.max_rows:,}")
-        steps = self.columns[name].count_steps(values[~np.isnan(values)])
-        return {
-            "rows": steps.size,
-            "missing": values.size - steps.size,
-            "sums": int(steps.sum()),
-            "squares": int(np.square(steps).sum()),
-        }
+        groups = self._groups()
+        sums = {name: np.zeros((groups.size, len(self.columns)), np.int64) for name in _TENSORS}
+        for rows, codes in groups.read(table, self.columns):
+            for place, (name, column) in enumerate(self.columns.items()):
+                is_present = ~np.isnan(rows[name])
+                present, steps = codes[is_present], column.count_steps(rows[name][is_present])
+                sums["rows"][:, place] += count_codes(present, groups.size)
+                sums["missing"][:, place] += count_codes(codes[~is_present], groups.size)
+                np.add.at(sums["sums"][:, place], present, steps)
+                np.add.at(sums["squares"][:, place], present, np.square(steps))
+        return sums if self.by else {name: each[0] for name, each in sums.items()}
 
     def advance(self, state: bytes, totals: ReplyTotals) -> Step | Finished:
         """Return the result."""
-        columns: dict[str, Json] = {}
-        for place, (name, column) in enumerate(self.columns.items()):
-            sums = (int(totals.steps(each)[place]) for each in ("rows", "missing", "sums", "squares"))
-            columns[name] = self._describe(column, *sums)
-        return Finished({"columns": columns})
+        groups = self._groups()
+        sums = np.stack([totals.steps(name).reshape(groups.size, -1) for name in _TENSORS], axis=-1)
+        found = [self._describe_group(each) for each in sums]
+        if not self.by:
+            return Finished({"columns": found[0]})
+        named = zip(groups.name_groups(), found, strict=True)
+        return Finished({"groups": [{"group": dict[str, Json](group), "columns": each} for group, each in named]})
+
+    def _describe_group(self, sums: npt.NDArray[np.int64]) -> dict[str, Json]:
+        """Return the numbers of each column, from its four sums."""
+        columns = zip(self.columns.items(), sums.tolist(), strict=True)
+        return {name: self._describe(column, *each) for (name, column), each in columns}
 
     def _describe(self, column: NumericColumn, rows: int, missing: int, total: int, squares: int) -> Json:
         if rows < self.min_rows:
@@ -100,7 +106,8 @@ class Means(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", t
         return dict(zip(_NUMBERS, numbers, strict=True))
 
     def disclosures(self) -> tuple[ReplyDisclosure, ...]:
-        """Return the four numbers of each column."""
+        """Return the four numbers of each column, and of each group."""
+        each_group = ", in each group of rows" if self.by else ""
         contents = {
             "rows": "how many rows have a value, for each column",
             "missing": "how many rows have none, for each column",
@@ -108,7 +115,9 @@ class Means(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", t
             "squares": "the sum of the squares of these numbers, for each column",
         }
         return tuple(
-            ReplyDisclosure(each.name, contents[each.name], each.count, each.bound, 2.0**each.exponent, times=1)
+            ReplyDisclosure(
+                each.name, contents[each.name] + each_group, each.count, each.bound, 2.0**each.exponent, times=1
+            )
             for each in self.schema(self.begin().message).tensors
         )
 

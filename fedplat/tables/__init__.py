@@ -1,9 +1,9 @@
 """Tables of sites: where their rows come from, and what their owner declares about the columns.
 
 Read in this order: `columns.py` has the types of columns, which procedures and owners declare alike; `dictionary.py`
-what an owner adds, such as other names; `sources.py` reads frames and `files.py` files; `values.py` turns their columns
-into arrays of one type, and counts what does not fit. `fedplat.procedures.tables` is all of that together, as
-procedures see it.
+what an owner adds, such as other names; `sources.py` reads frames, `files.py` files; `values.py` turns their columns
+into arrays of one type, and counts what does not fit; `conditions.py` selects rows. `fedplat.procedures.tables` is all
+of that together, as procedures see it.
 """
 
 from __future__ import annotations
