@@ -19,7 +19,7 @@ from fedplat.command_line.with_click import ClickCommands
 from fedplat.config import loaded_plugins
 from fedplat.errors import FedplatError, MissingExtraError, PluginError, TicketError, refer_to_docs
 from fedplat.wire import process_tuning
-from fedplat_client import errors, log, releases, trainer_options
+from fedplat_client import errors, log, releases, table_checks, trainer_options
 from fedplat_client._auth import enrollment
 from fedplat_client._version import __version__
 from fedplat_client.client import Client
@@ -31,6 +31,7 @@ from fedplat_client.command_options import (
     add_options,
 )
 from fedplat_client.options import ClientOptions
+from fedplat_client.table_checks import TableCheckOptions
 from fedplat_client.task import TaskOutcome
 from fedplat_client.trainer_options import TrainerOptions, UsageError
 
@@ -198,6 +199,24 @@ def identity(**options: Unpack[IdentityOptions]) -> None:
     except errors.DataDirectoryError as exc:
         raise click.ClickException(log.make_printable(str(exc))) from exc
     click.echo(key)
+
+
+@main.group("table", help="Look at a table on this machine: nothing is sent.")
+def inspect_tables() -> None:
+    """Commands on tables."""
+
+
+@inspect_tables.command(
+    "check",
+    help="Compare the rows of FILE (.csv, .parquet, .duckdb) with what is declared about its columns, and print how "
+    "many rows are missing a value, have one of another type or one outside the range. Exit status 1 if there are any "
+    "that do not fit.",
+)
+@add_options(table_checks.OPTIONS)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def check_table(as_json: bool, **options: Unpack[TableCheckOptions]) -> None:
+    """Print the counts of a table."""
+    sys.exit(0 if table_checks.check(options, as_json=as_json) else 1)
 
 
 def _find_client(options: IdentityOptions) -> Client:

@@ -68,6 +68,7 @@ PUBLIC_MODULES = (
     "fedplat.codecs",
     "fedplat.gossip",
     "fedplat.procedures",
+    "fedplat.tables",
     "fedplat.sampling",
     "fedplat.privacy",
     "fedplat.metrics",

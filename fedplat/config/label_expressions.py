@@ -1,36 +1,37 @@
-"""Expressions over client labels, such as `region == 'eu' and memory_mb >= 4096`.
+"""Expressions over client labels, such as `region == 'eu' and memory_mb >= 4096` (`fedplat.config.expressions`).
 
-The language is a small subset of Python: comparisons (`== != < <= > >= in not in`), `and`, `or`, `not`, parentheses,
-names (labels), strings, numbers, and lists of strings and numbers. Python's parser reads it, and this module interprets
-the tree; nothing is ever evaluated as Python. Labels are text; compared with a number, a label is parsed as a number.
-A comparison is false if the client does not have the label, or if the label must be a number and is not one.
-`x not in [...]` is true if the client has x and x equals no member.
+Labels are text; compared with a number, a label is parsed as a number. A comparison is false if the client does not
+have the label, or if the label must be a number and is not one. `x not in [...]` is true if the client has x and x
+equals no member.
 """
 
 from __future__ import annotations
 
-import ast
 import math
 import operator
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
+from fedplat.config.expressions import (
+    MAX_LENGTH,
+    Condition,
+    ExpressionError,
+    Junction,
+    Language,
+    MembershipTest,
+    NamedValue,
+    Negation,
+    Scalar,
+    Term,
+    ValueComparison,
+)
 from fedplat.errors import LabelError
 
 Labels = Mapping[str, str]
 Predicate = Callable[[Labels], bool]
-_Scalar = str | float
 
-MAX_LENGTH = 1000
-_OPERATORS: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-}
+_LANGUAGE = Language("label", "region == 'eu' and memory_mb >= 4096", "region == 'eu'", "region in ['eu', 'us']")
 
 
 @lru_cache(maxsize=256)
@@ -44,73 +45,56 @@ def compile_expression(text: str) -> Predicate:
     """
     if not text.strip():
         return _always
-    if len(text) > MAX_LENGTH:
-        raise LabelError(f"the expression has {len(text)} characters; at most {MAX_LENGTH} are accepted")
     try:
-        tree = ast.parse(text.strip(), mode="eval")
-        return _predicate(tree.body)
-    except (SyntaxError, ValueError, OverflowError, MemoryError, RecursionError) as exc:
-        raise LabelError(
-            f"{text!r} is not an expression over labels ({exc}); "
-            "expected, for instance: region == 'eu' and memory_mb >= 4096"
-        ) from exc
+        return _predicate(_LANGUAGE.parse(text))
+    except (ExpressionError, RecursionError) as exc:
+        raise LabelError(str(exc)) from exc
 
 
 def _always(_: Labels) -> bool:
     return True
 
 
-def _predicate(node: ast.expr) -> Predicate:
-    match node:
-        case ast.BoolOp(op=op, values=values):
-            parts = [_predicate(value) for value in values]
-            every = all if isinstance(op, ast.And) else any
-            return lambda labels: every(part(labels) for part in parts)
-        case ast.UnaryOp(op=ast.Not(), operand=operand):
-            inner = _predicate(operand)
+def _predicate(condition: Condition) -> Predicate:
+    match condition:
+        case Junction(parts=parts, every=is_every):
+            predicates = [_predicate(part) for part in parts]
+            every = all if is_every else any
+            return lambda labels: every(predicate(labels) for predicate in predicates)
+        case Negation(part=part):
+            inner = _predicate(part)
             return lambda labels: not inner(labels)
-        case ast.Compare(left=left, ops=ops, comparators=comparators):
-            chain = [left, *comparators]
-            links = [_comparison(chain[i], op, chain[i + 1]) for i, op in enumerate(ops)]
-            return lambda labels: all(link(labels) for link in links)
-        case _:
-            raise LabelError(
-                f"{ast.unparse(node)!r} is not a condition; expected a comparison such as region == 'eu', "
-                "joined by and, or, not"
-            )
+        case MembershipTest():
+            return _membership(condition)
+        case ValueComparison(left=left, compare=compare, right=right):
+            first, second = _scalar(left), _scalar(right)
+
+            def holds(labels: Labels) -> bool:
+                a, b = first(labels), second(labels)
+                return a is not None and b is not None and _compare(compare, a, b)
+
+            return holds
 
 
-def _comparison(left: ast.expr, op: ast.cmpop, right: ast.expr) -> Predicate:
-    if isinstance(op, ast.In | ast.NotIn):
-        value, members = _scalar(left), _members(right)
-        wanted = isinstance(op, ast.In)
-        texts = frozenset(member for member in members if isinstance(member, str))
-        numbers = [member for member in members if not isinstance(member, str)]
+def _membership(condition: MembershipTest) -> Predicate:
+    value, members, wanted = _scalar(condition.value), condition.members, condition.wanted
+    texts = frozenset(member for member in members if isinstance(member, str))
+    numbers = [member for member in members if not isinstance(member, str)]
 
-        def contains(labels: Labels) -> bool:
-            actual = value(labels)
-            if actual is None:
-                return False
-            if isinstance(actual, str):  # a label; text equals only text, and this runs at every check-in
-                is_member = actual in texts or any(_compare(operator.eq, actual, number) for number in numbers)
-            else:
-                is_member = any(_compare(operator.eq, actual, member) for member in members)
-            return is_member is wanted
+    def contains(labels: Labels) -> bool:
+        actual = value(labels)
+        if actual is None:
+            return False
+        if isinstance(actual, str):  # a label; text equals only text, and this runs at every check-in
+            is_member = actual in texts or any(_compare(operator.eq, actual, number) for number in numbers)
+        else:
+            is_member = any(_compare(operator.eq, actual, member) for member in members)
+        return is_member is wanted
 
-        return contains
-    compare = _OPERATORS.get(type(op))
-    if compare is None:
-        raise LabelError(f"the operator {type(op).__name__} is not supported; expected == != < <= > >= in, not in")
-    first, second = _scalar(left), _scalar(right)
-
-    def holds(labels: Labels) -> bool:
-        a, b = first(labels), second(labels)
-        return a is not None and b is not None and _compare(compare, a, b)
-
-    return holds
+    return contains
 
 
-def _compare(compare: Callable[[Any, Any], bool], left: _Scalar, right: _Scalar) -> bool:
+def _compare(compare: Callable[[Any, Any], bool], left: Scalar, right: Scalar) -> bool:
     """Compare as numbers if either side is a number, else as text."""
     if isinstance(left, str) and isinstance(right, str):
         return compare(left, right)
@@ -121,30 +105,11 @@ def _compare(compare: Callable[[Any, Any], bool], left: _Scalar, right: _Scalar)
     return not (math.isnan(a) or math.isnan(b)) and compare(a, b)
 
 
-def _scalar(node: ast.expr) -> Callable[[Labels], _Scalar | None]:
-    if isinstance(node, ast.Name):
-        name = node.id
+def _scalar(term: Term) -> Callable[[Labels], Scalar | None]:
+    if isinstance(term, NamedValue):
+        name = term.name
         return lambda labels: labels.get(name)
-    value = _constant(node)
-    return lambda _: value
+    return lambda _: term
 
 
-def _members(node: ast.expr) -> list[_Scalar]:
-    if isinstance(node, ast.List | ast.Tuple):
-        return [_constant(element) for element in node.elts]
-    raise LabelError(f"{ast.unparse(node)!r} is not a list; expected, for instance: region in ['eu', 'us']")
-
-
-def _constant(node: ast.expr) -> _Scalar:
-    match node:
-        case ast.Constant(value=str() as text):
-            return text
-        case ast.Constant(value=bool()) | ast.UnaryOp(operand=ast.Constant(value=bool())):
-            pass
-        case ast.Constant(value=int() | float() as number):
-            return float(number)
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
-            return -float(number)
-        case _:
-            pass
-    raise LabelError(f"{ast.unparse(node)!r} is not a label, text or number")
+__all__ = ["MAX_LENGTH", "Labels", "Predicate", "compile_expression"]

@@ -1,21 +1,31 @@
 """Procedures: programs that ask all sites for exact sums, compute, and ask again (docs/procedures.md).
 
 Read in this order: `sums.py` has the replies, integers with declared bounds and steps, and their sums; `contract.py`
-what a procedure is; `tables.py` what it reads at a site. `means.py` is the first procedure, and `runs.py` runs one over
-tables of this process. The core is pure: no clock, socket or file.
+what a procedure is; `tables.py` what it reads at a site, and `groups.py` selects and groups its rows. `means.py` and
+`counts.py` are procedures, and `runs.py` runs one over tables of this process. The core is pure: no clock or socket;
+only `fedplat.tables` opens files.
 """
 
 from __future__ import annotations
 
 from fedplat.errors import ProcedureError
 from fedplat.procedures.contract import Finished, Json, Procedure, ReplyDisclosure, Step
-from fedplat.procedures.means import Means, NumericColumn
+from fedplat.procedures.counts import Counts
+from fedplat.procedures.means import Means
 from fedplat.procedures.runs import ProcedureResult, run
 from fedplat.procedures.sums import ExactSum, ReplySchema, ReplyTensor, ReplyTotals
-from fedplat.procedures.tables import ColumnFrame, SiteTable
+from fedplat.procedures.tables import SiteTable
+from fedplat.tables.columns import BooleanColumn, CategoryColumn, Column, DateColumn, NumericColumn
+from fedplat.tables.dictionary import TableDictionary
+from fedplat.tables.sources import ColumnFrame
 
 __all__ = [
+    "BooleanColumn",
+    "CategoryColumn",
+    "Column",
     "ColumnFrame",
+    "Counts",
+    "DateColumn",
     "ExactSum",
     "Finished",
     "Json",
@@ -30,5 +40,6 @@ __all__ = [
     "ReplyTotals",
     "SiteTable",
     "Step",
+    "TableDictionary",
     "run",
 ]

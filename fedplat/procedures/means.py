@@ -15,73 +15,22 @@ from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Meta, Struct
+from msgspec import Meta
 
-from fedplat import texts
 from fedplat.errors import ProcedureError
 from fedplat.model import Parameters
 from fedplat.procedures.contract import Finished, Json, ReplyDisclosure, Step
+from fedplat.procedures.groups import GroupOptions, RowGroups, count_codes
 from fedplat.procedures.sums import ReplySchema, ReplyTensor, ReplyTotals
 from fedplat.procedures.tables import SiteTable
 from fedplat.secure_aggregation.messages import MAX_GROUP
+from fedplat.tables.columns import NumericColumn
 
-Finite = Annotated[float, Meta(ge=-1e100, le=1e100)]
-_MAX_STEPS = 2**50
-"""Most steps from 0 to an end of a range: so a value of 64 bits divided by the resolution is right to a step."""
-
+_TENSORS = ("rows", "missing", "sums", "squares")
 _NUMBERS = ("rows", "missing", "mean", "standard_deviation", "standard_error")
 
 
-class NumericColumn(Struct, frozen=True, forbid_unknown_fields=True):
-    """The declared range of a column of numbers, and its resolution, to which values are rounded."""
-
-    low: Finite
-    """Least value that a row may have."""
-    high: Finite
-    """Largest value that a row may have."""
-    resolution: Annotated[float, Meta(gt=0.0, le=1e100)]
-    """Step of the values, such as 1 for whole years or 0.1 for a laboratory value with one decimal."""
-
-    def __post_init__(self) -> None:
-        if not self.low < self.high:
-            raise ValueError(f"low = {self.low:g}, high = {self.high:g}: expected low below high")
-        if max(abs(self.low), abs(self.high)) > _MAX_STEPS * self.resolution:
-            raise ValueError(f"resolution = {self.resolution:g}: it is too fine for the range; expected a larger one")
-        if self.high - self.low < self.resolution:
-            raise ValueError(
-                f"resolution = {self.resolution:g}: expected at most the range, from {self.low:g} to {self.high:g}"
-            )
-
-    @property
-    def middle(self) -> int:
-        """The middle of the range, in steps of the resolution."""
-        return (self._count(self.low) + self._count(self.high)) // 2
-
-    @property
-    def reach(self) -> int:
-        """The largest distance of a value from the middle, in steps of the resolution."""
-        return max(self.middle - self._count(self.low), self._count(self.high) - self.middle)
-
-    def _count(self, value: float) -> int:
-        return int(np.rint(value / self.resolution))
-
-    def index(self, values: npt.NDArray[np.float64], name: str) -> npt.NDArray[np.int64]:
-        """Return the distances of a column's values from the middle, in steps, without those that are missing.
-
-        Raises `ProcedureError` if a value is outside the range.
-        """
-        present = values[~np.isnan(values)]
-        num_outside = present.size - int(np.count_nonzero((present >= self.low) & (present <= self.high)))
-        if num_outside:
-            raise ProcedureError(
-                f"{num_outside:,} of {texts.format_count(values.size, 'row')} have values of column "
-                f"{texts.quote(name)} outside its declared range, from {self.low:g} to {self.high:g}; correct the "
-                "data, or declare another range"
-            )
-        return np.rint(present / self.resolution).astype(np.int64) - self.middle
-
-
-class Means(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="means"):
+class Means(GroupOptions, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="means"):
     """The mean, standard deviation and standard error of columns, over the rows of all sites that have a value."""
 
     columns: Annotated[dict[str, NumericColumn], Meta(min_length=1, max_length=1000)]
@@ -89,10 +38,9 @@ class Means(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", t
     min_rows: Annotated[int, Meta(ge=2, le=1_000_000)] = 10
     """Number of rows with a value, over all sites, below which the numbers of a column are left out of the result. Who
     adds up the replies learns them all the same."""
-    max_rows: Annotated[int, Meta(ge=1, le=2**40)] = 1_000_000
-    """Number of rows that a site may have at most: with the ranges it bounds the sums."""
 
     def __post_init__(self) -> None:
+        self._groups()
         for name, column in self.columns.items():
             if self.max_rows * column.reach**2 * MAX_GROUP >= 2**63:
                 raise ValueError(
@@ -101,47 +49,52 @@ class Means(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", t
                     "max_rows"
                 )
 
+    def _groups(self) -> RowGroups:
+        return RowGroups(self.columns, self)
+
     def begin(self) -> Step:
         """Return the only question."""
         return Step(Parameters.from_arrays({"step": np.array([1], np.int64)}))
 
     def schema(self, message: Parameters) -> ReplySchema:
-        """Return the form of the replies: four integers for each column."""
+        """Return the form of the replies: four integers for each column, and for each group of rows."""
         if {*message} != {"step"} or message["step"].tolist() != [1]:
             raise ProcedureError("the message is not one of this procedure; expected that of its only step")
         reach = max(column.reach for column in self.columns.values())
         limits = {"rows": 1, "missing": 1, "sums": reach, "squares": reach**2}
+        shape = (len(self.columns),) if not self.by else (self._groups().size, len(self.columns))
         return ReplySchema(
-            tuple(
-                ReplyTensor(name, _round_up(self.max_rows * limit), (len(self.columns),))
-                for name, limit in limits.items()
-            )
+            tuple(ReplyTensor(name, _round_up(self.max_rows * limit), shape) for name, limit in limits.items())
         )
 
     def answer(self, message: Parameters, table: SiteTable) -> Mapping[str, npt.ArrayLike]:
         """Return the sums over a site's rows."""
-        found = [self._add_up(name, table) for name in self.columns]
-        return {name: [sums[name] for sums in found] for name in ("rows", "missing", "sums", "squares")}
-
-    def _add_up(self, name: str, table: SiteTable) -> dict[str, int]:
-        values = table.read(name)
-        if values.size > self.max_rows:
-            raise ProcedureError(f"the table has {values.size:,} rows; expected at most max_rows = {self.max_rows:,}")
-        steps = self.columns[name].index(values, name)
-        return {
-            "rows": steps.size,
-            "missing": values.size - steps.size,
-            "sums": int(steps.sum()),
-            "squares": int(np.square(steps).sum()),
-        }
+        groups = self._groups()
+        sums = {name: np.zeros((groups.size, len(self.columns)), np.int64) for name in _TENSORS}
+        for rows, codes in groups.read(table, self.columns):
+            for place, (name, column) in enumerate(self.columns.items()):
+                is_present = ~np.isnan(rows[name])
+                present, steps = codes[is_present], column.count_steps(rows[name][is_present])
+                sums["rows"][:, place] += count_codes(present, groups.size)
+                sums["missing"][:, place] += count_codes(codes[~is_present], groups.size)
+                np.add.at(sums["sums"][:, place], present, steps)
+                np.add.at(sums["squares"][:, place], present, np.square(steps))
+        return sums if self.by else {name: each[0] for name, each in sums.items()}
 
     def advance(self, state: bytes, totals: ReplyTotals) -> Step | Finished:
         """Return the result."""
-        columns: dict[str, Json] = {}
-        for place, (name, column) in enumerate(self.columns.items()):
-            sums = (int(totals.steps(each)[place]) for each in ("rows", "missing", "sums", "squares"))
-            columns[name] = self._describe(column, *sums)
-        return Finished({"columns": columns})
+        groups = self._groups()
+        sums = np.stack([totals.steps(name).reshape(groups.size, -1) for name in _TENSORS], axis=-1)
+        found = [self._describe_group(each) for each in sums]
+        if not self.by:
+            return Finished({"columns": found[0]})
+        named = zip(groups.name_groups(), found, strict=True)
+        return Finished({"groups": [{"group": dict[str, Json](group), "columns": each} for group, each in named]})
+
+    def _describe_group(self, sums: npt.NDArray[np.int64]) -> dict[str, Json]:
+        """Return the numbers of each column, from its four sums."""
+        columns = zip(self.columns.items(), sums.tolist(), strict=True)
+        return {name: self._describe(column, *each) for (name, column), each in columns}
 
     def _describe(self, column: NumericColumn, rows: int, missing: int, total: int, squares: int) -> Json:
         if rows < self.min_rows:
@@ -153,7 +106,8 @@ class Means(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", t
         return dict(zip(_NUMBERS, numbers, strict=True))
 
     def disclosures(self) -> tuple[ReplyDisclosure, ...]:
-        """Return the four numbers of each column."""
+        """Return the four numbers of each column, and of each group."""
+        each_group = ", in each group of rows" if self.by else ""
         contents = {
             "rows": "how many rows have a value, for each column",
             "missing": "how many rows have none, for each column",
@@ -161,7 +115,9 @@ class Means(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", t
             "squares": "the sum of the squares of these numbers, for each column",
         }
         return tuple(
-            ReplyDisclosure(each.name, contents[each.name], each.count, each.bound, 2.0**each.exponent, times=1)
+            ReplyDisclosure(
+                each.name, contents[each.name] + each_group, each.count, each.bound, 2.0**each.exponent, times=1
+            )
             for each in self.schema(self.begin().message).tensors
         )
 

@@ -13,7 +13,8 @@ from fedplat import texts
 from fedplat.errors import ProcedureError
 from fedplat.procedures.contract import Finished, Json, Procedure, Step
 from fedplat.procedures.sums import ExactSum, ReplyTotals
-from fedplat.procedures.tables import ColumnFrame, SiteTable
+from fedplat.procedures.tables import SiteTable
+from fedplat.tables.files import Frame
 
 MAX_STEPS = 10_000
 
@@ -40,8 +41,12 @@ class ProcedureResult(Struct, frozen=True):
         return msgspec.json.encode({"sites": self.sites, "steps": self.steps, "result": self.result})
 
 
-def run(procedure: Procedure, frames: Mapping[str, ColumnFrame], *, max_steps: int = MAX_STEPS) -> ProcedureResult:
-    """Run a procedure over the table of each site, by its name; no guarantee of privacy applies within one process.
+def run(
+    procedure: Procedure, frames: Mapping[str, Frame | SiteTable], *, max_steps: int = MAX_STEPS
+) -> ProcedureResult:
+    """Run a procedure over the table of each site, by its name: a frame, the path of a file, or a `SiteTable`.
+
+    No guarantee of privacy applies within one process.
 
     >>> columns = {"age": NumericColumn(low=0, high=120, resolution=1)}
     >>> run(Means(columns, min_rows=2), {"a": {"age": [41, 67]}, "b": {"age": [55]}}).result["columns"]["age"]["mean"]
@@ -58,16 +63,19 @@ def run(procedure: Procedure, frames: Mapping[str, ColumnFrame], *, max_steps: i
     raise AssertionError("the last step has the result")
 
 
-def ask(procedure: Procedure, frames: Mapping[str, ColumnFrame], max_steps: int = MAX_STEPS) -> Iterator[AskedStep]:
+def ask(
+    procedure: Procedure, frames: Mapping[str, Frame | SiteTable], max_steps: int = MAX_STEPS
+) -> Iterator[AskedStep]:
     """Yield each step as it is answered; the last one has the result. Raises `ProcedureError` as `run` does."""
+    tables = {name: open_table(frame) for name, frame in frames.items()}
     step = procedure.begin()
     for _ in range(max_steps):
         schema = procedure.schema(step.message)
         schema.check_sites(len(frames))
         total = ExactSum(schema)
-        for name, frame in frames.items():
+        for name, table in tables.items():
             try:
-                total.add(schema.encode(procedure.answer(step.message, SiteTable(frame))))
+                total.add(schema.encode(procedure.answer(step.message, table)))
             except ProcedureError as exc:
                 raise ProcedureError(f"site {texts.quote(str(name))}: {exc}") from exc
         outcome = procedure.advance(step.state, total.totals)
@@ -76,3 +84,8 @@ def ask(procedure: Procedure, frames: Mapping[str, ColumnFrame], max_steps: int 
             return
         step = outcome
     raise ProcedureError(f"the procedure has not ended after {max_steps:,} steps; expected a result before")
+
+
+def open_table(frame: Frame | SiteTable) -> SiteTable:
+    """Return the table of a site. Raises `ProcedureError` and `MissingExtraError` as `SiteTable` does."""
+    return frame if isinstance(frame, SiteTable) else SiteTable(frame)

@@ -10,8 +10,9 @@ import msgspec
 from msgspec import Struct
 
 from fedplat.model import Parameters
-from fedplat.procedures import ColumnFrame, ExactSum, Finished, Procedure, SiteTable, Step
-from fedplat.procedures.runs import MAX_STEPS, AskedStep, ask
+from fedplat.procedures import ExactSum, Finished, Procedure, SiteTable, Step
+from fedplat.procedures.runs import MAX_STEPS, AskedStep, ask, open_table
+from fedplat.tables.files import Frame
 from fedplat.testing.errors import ConformanceError, run_checks, wrap_errors
 
 METHODS = ("begin", "schema", "answer", "advance", "disclosures")
@@ -26,7 +27,9 @@ class ProcedureUnderTest:
     asked: tuple[AskedStep, ...]
 
 
-def check_procedure(procedure: Procedure, frames: Mapping[str, ColumnFrame], *, max_steps: int = MAX_STEPS) -> None:
+def check_procedure(
+    procedure: Procedure, frames: Mapping[str, Frame | SiteTable], *, max_steps: int = MAX_STEPS
+) -> None:
     """Check a procedure with the table of each site. Raises `ConformanceError` for the first check that fails."""
     missing = [name for name in METHODS if not callable(getattr(procedure, name, None))]
     if missing:
@@ -36,9 +39,9 @@ def check_procedure(procedure: Procedure, frames: Mapping[str, ColumnFrame], *, 
         raise ConformanceError(
             "interface", f"{name} is not a frozen record; expected class {name}(msgspec.Struct, frozen=True)"
         )
-    tables = {name: SiteTable(frame) for name, frame in frames.items()}
     with wrap_errors("steps"):
-        asked = tuple(ask(procedure, frames, max_steps))
+        tables = {name: open_table(frame) for name, frame in frames.items()}
+        asked = tuple(ask(procedure, tables, max_steps))
     run_checks(CHECKS, ProcedureUnderTest(procedure, tables, asked))
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedplat.config import expressions
 from fedplat.config import label_expressions as labels_module
 from fedplat.config.label_expressions import MAX_LENGTH, compile_expression
 from fedplat.errors import LabelError
@@ -210,7 +211,7 @@ def test_nothing_is_evaluated(monkeypatch: pytest.MonkeyPatch):
     def parse(*_: object, **__: object) -> ast.Expression:
         return ast.Expression(ast.Name("x"))
 
-    monkeypatch.setattr(labels_module.ast, "parse", parse)
+    monkeypatch.setattr(expressions.ast, "parse", parse)
     with pytest.raises(LabelError):
         compile_expression("nothing is evaluated")
 
