@@ -2,17 +2,26 @@
 
 Read in this order: `sums.py` has the replies, integers with declared bounds and steps, and their sums; `contract.py`
 what a procedure is; `tables.py` what it reads at a site. `means.py` is the first procedure, and `runs.py` runs one over
-tables of this process. The core is pure: no clock, socket or file.
+tables of this process. `versions.py` has a procedure as the versions of a job. The core is pure: no clock, socket or
+file.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from fedplat.config.plugins import Kind, by_name, define
 from fedplat.errors import ProcedureError
-from fedplat.procedures.contract import Finished, Json, Procedure, ReplyDisclosure, Step
+from fedplat.procedures.contract import METHODS, Finished, Json, Procedure, ReplyDisclosure, Step
 from fedplat.procedures.means import Means, NumericColumn
 from fedplat.procedures.runs import ProcedureResult, run
 from fedplat.procedures.sums import ExactSum, ReplySchema, ReplyTensor, ReplyTotals
 from fedplat.procedures.tables import ColumnFrame, SiteTable
+
+PROCEDURES: Mapping[str, type[Procedure]] = by_name(Means)
+"""The options record of each built-in procedure, by its name in a job file."""
+PROCEDURE = define(Kind("procedures", "kind", "a procedure", Procedure, METHODS, PROCEDURES))
+"""The kind of procedures, which jobs name in the table `[procedure]`."""
 
 __all__ = [
     "ColumnFrame",

@@ -11,10 +11,9 @@ from msgspec import Struct
 
 from fedplat.model import Parameters
 from fedplat.procedures import ColumnFrame, ExactSum, Finished, Procedure, SiteTable, Step
+from fedplat.procedures.contract import METHODS
 from fedplat.procedures.runs import MAX_STEPS, AskedStep, ask
 from fedplat.testing.errors import ConformanceError, run_checks, wrap_errors
-
-METHODS = ("begin", "schema", "answer", "advance", "disclosures")
 
 
 @dataclasses.dataclass(frozen=True)
