@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +18,11 @@ from fedplat.model import Parameters
 from fedplat.procedures import Means, SiteTable, run, versions
 from fedplat.procedures.contract import FEATURE
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
-from fedplat_client import Client
 from fedplat_client._state import released
-from fedplat_client.trainers.table import TableTrainer
 from fedplat_server.verify.inspection import verify
-from support import clients, daemons
+from support import daemons
 from support.daemons import Site, reason_name
-from support.procedures import HALVING, PLUGINS, Frame, Halving, make_frames, procedure_job
+from support.procedures import HALVING, PLUGINS, Frame, Halving, at_work, make_client, make_frames, procedure_job
 
 ANSWERS: dict[str, Any] = {"trainers": ("patients",), "features": (FEATURE,)}
 
@@ -35,32 +31,6 @@ def first_message(text: str) -> Parameters:
     procedure = parse_job(text, load_plugins(PLUGINS).table).procedure
     assert procedure is not None
     return versions.begin(procedure).model
-
-
-async def make_client(site: Site, folder: Path, frame: Frame) -> Client:
-    client = Client(
-        site.address,
-        population="demo",
-        ticket=await site.operator.ticket(),
-        data_dir=folder,
-        plugins={"procedures.halving": Halving},
-    )
-    client.add_trainer("patients", TableTrainer(frame))
-    return client
-
-
-@contextlib.asynccontextmanager
-async def answering(site: Site, folder: Path, frames: Mapping[str, Frame]) -> AsyncGenerator[list[Client]]:
-    """Each table has a client, which works in a thread until the end."""
-    made = [await make_client(site, folder / name, frame) for name, frame in frames.items()]
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(clients.at_work(made))
-        try:
-            yield made
-        finally:
-            for client in made:
-                client.stop()
-            await asyncio.to_thread(stack.close)
 
 
 @pytest.mark.calm  # a client whose report was not answered does the step again
@@ -72,7 +42,8 @@ async def test_the_result_has_the_bytes_of_a_notebook_and_the_record_a_line_for_
     loaded = load_plugins(PLUGINS)
     async with daemons.running(folder, plugins=loaded) as site:
         job = await site.operator.start(text, first_message(text))
-        async with answering(site, tmp_path, frames) as made:
+        made = [await make_client(site, tmp_path / name, frame) for name, frame in frames.items()]
+        async with at_work(made):
             await site.operator.until(job, "job", "COMPLETED")
         found = versions.read_result(await site.operator.model(job))
         assert [each.round for each in await site.operator.rounds(job)] == [1, 2, 3, 4]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import Path
 from typing import ClassVar
 
 import msgspec
@@ -13,6 +16,10 @@ from msgspec import Struct
 from fedplat.errors import ProcedureError
 from fedplat.model import Parameters
 from fedplat.procedures import Finished, ReplyDisclosure, ReplySchema, ReplyTensor, ReplyTotals, SiteTable, Step
+from fedplat_client import Client
+from fedplat_client.trainers.table import TableTrainer
+from support import clients
+from support.daemons import Site
 
 Frame = dict[str, npt.NDArray[np.float64]]
 
@@ -95,3 +102,27 @@ def procedure_job(procedure: str = MEANS, goal: int = 3, rounds: int = 4, more: 
     tables += "[retry]\nbase_s = 0.01\nmax_s = 0.01\n"
     head = f'name = "sums"\npopulation = "demo"\ntrainer = "patients"\nrounds = {rounds}\n'
     return f"{head}[selection]\ngoal = {goal}\n{tables}{procedure}{more}"
+
+
+async def make_client(site: Site, folder: Path, frame: Frame) -> Client:
+    """A client that answers from a table."""
+    client = Client(
+        site.address,
+        population="demo",
+        ticket=await site.operator.ticket(),
+        data_dir=folder,
+        plugins={"procedures.halving": Halving},
+    )
+    client.add_trainer("patients", TableTrainer(frame))
+    return client
+
+
+@contextlib.asynccontextmanager
+async def at_work(made: Sequence[Client]) -> AsyncGenerator[None]:
+    """Each client works in a thread until the end; the event loop, and a daemon on it, goes on meanwhile."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(clients.at_work(made))
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(stack.close)
