@@ -18,13 +18,16 @@ from fedplat.config import plugins, user_code
 from fedplat.errors import JobFileError, ModelError, UserCodeError
 from fedplat.job import JobSpec, build_rule
 from fedplat.model import Parameters
+from fedplat.rounds.protocols.base import find_training
 
 
 def of_job(spec: JobSpec, folder: Path) -> Parameters:
     """Return the model that a job starts from, with the tensors that its rule adds. Raises `JobFileError`.
 
-    Nothing is added if a plugin of the job is absent.
+    Nothing is added if a plugin of the job is absent. A job of some kinds has its first model itself.
     """
+    if (first := find_training(spec).first_model(spec)) is not None:
+        return first
     parameters = resolve(spec.model.initial, folder)
     if plugins.has_absent(spec):
         return parameters  # the server checks the model

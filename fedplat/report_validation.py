@@ -21,13 +21,22 @@ from fedplat import claims, codecs
 from fedplat.aggregate import Rule, describe_metrics_problem, l2_norm
 from fedplat.claims import MetricLimits
 from fedplat.codecs.container import Format
-from fedplat.errors import CodecError, FlowerError, ModelError, PluginError, SecureAggregationError, UserCodeError
+from fedplat.errors import (
+    CodecError,
+    FlowerError,
+    ModelError,
+    PluginError,
+    ProcedureError,
+    SecureAggregationError,
+    UserCodeError,
+)
 from fedplat.flower import layout
 from fedplat.model import Blocks, ModelFile, Parameters, Schema, is_finite
 from fedplat.model.file import FilePart, header_size, read_layout
 from fedplat.model.running_norm import RunningNorm
 from fedplat.model.turns import Turn
 from fedplat.model.values import FlatModel
+from fedplat.procedures import ReplySchema
 from fedplat.rounds.commands import ACCEPTED, Verdict
 from fedplat.rounds.states import Reason
 from fedplat.secure_aggregation import encoding
@@ -157,6 +166,26 @@ def validate_masked(update: Path, setup: AnySetup) -> Verdict | None:
     try:
         encoding.check_file(update, setup)
     except SecureAggregationError as exc:
+        return Verdict(Reason.REJECTED_SCHEMA, str(exc))
+    return None
+
+
+def validate_reply_claims(num_examples: float, metrics: Mapping[str, float]) -> Verdict:
+    """Validate the numbers of a report with the reply to a procedure, which has no others."""
+    if num_examples != 1.0:
+        text = f"num_examples is {num_examples:g}; expected 1 with a procedure, whose replies have their own numbers"
+        return Verdict(Reason.REJECTED_WEIGHT, text)
+    if metrics:
+        text = f"the report has {len(metrics)} metrics; expected none with a procedure, which declares what leaves"
+        return Verdict(Reason.REJECTED_METRICS, text)
+    return ACCEPTED
+
+
+def validate_integers(reply: bytes, schema: ReplySchema) -> Verdict | None:
+    """Return the refusal of the reply to a procedure; None if it has the form and the bounds of its step."""
+    try:
+        schema.read(reply)
+    except ProcedureError as exc:
         return Verdict(Reason.REJECTED_SCHEMA, str(exc))
     return None
 

@@ -38,6 +38,13 @@ def check_initial_model(parameters: model.Parameters, spec: job.JobSpec) -> None
 
     Raises `ModelError` for the model, or `JobFileError` if the code of a plugin fails.
     """
+    if (first := find_training(spec).first_model(spec)) is None:
+        _check_trained_model(parameters, spec)
+    elif parameters.to_bytes() != first.to_bytes():
+        raise ModelError("it is not the one that the job file defines; expected what fedplat job submit sends")
+
+
+def _check_trained_model(parameters: model.Parameters, spec: job.JobSpec) -> None:
     if parameters.schema.num_floating == 0:
         raise ModelError("it has no floating-point tensor to train")
     if not parameters.is_finite():

@@ -393,6 +393,10 @@ class Client:
             from fedplat.gossip import steps
 
             features.append(steps.FEATURE)
+        if any(hasattr(each, "answer") for each in self._trainers.values()):
+            from fedplat.procedures import contract
+
+            features.append(contract.FEATURE)
         return ClientDescription(
             ticket=self._ticket,
             population=self._population,

@@ -17,6 +17,7 @@ from fedplat.admin.profile import Profile
 from fedplat.admin.submission import ProgressCallback
 from fedplat.job import JobSpec, build_rule, job_file
 from fedplat.model import Parameters
+from fedplat.procedures import ProcedureResult
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, events_pb2, events_pb2_grpc, model_pb2
 
 _PAUSE_S = 0.1
@@ -380,6 +381,10 @@ class AdminClient:
                     return submission.receive_model(call, file, progress)
             finally:
                 call.cancel()
+
+    def result(self, job: str) -> ProcedureResult:
+        """Return the result of a job with a procedure. Raises `ProcedureError` if it has none yet, and `ModelError`."""
+        return submission.download_result(self, job)
 
     def add_operator(self, name: str, role: str, expires_in_s: float = 0.0) -> admin_pb2.AddOperatorResponse:
         """Add an operator. Only this response has its token, which never expires if `expires_in_s` is 0."""

@@ -15,6 +15,8 @@ from fedplat import errors, wire
 from fedplat.admin.patience import Patience, Reachable
 from fedplat.job import JobSpec, digest_job
 from fedplat.model import Parameters
+from fedplat.procedures import ProcedureResult
+from fedplat.procedures.versions import read_result
 from fedplat.wire.v1 import admin_pb2, model_pb2
 
 
@@ -98,6 +100,20 @@ def clone(
         path = Path(folder) / "initial.safetensors"
         client.export_model(found.job_id, 0, path, progress)
         return _submit(client, found.job_file, lambda: _file_chunks(path), waiting, idempotency_key, start=start)
+
+
+def download_result(client: JobClient, job: str) -> ProcedureResult:
+    """Return the result of a job with a procedure: its latest version. Raises `ProcedureError` and `ModelError`."""
+    with tempfile.TemporaryDirectory(prefix="fedplat-") as folder:
+        path = Path(folder) / "version.safetensors"
+        client.export_model(job, None, path)
+        found = read_result(Parameters.from_bytes(path.read_bytes()))
+    if found is None:
+        raise errors.ProcedureError(
+            f"the job {job} has no result: its latest version is a message or a model; expected a job with [procedure] "
+            "that is COMPLETED"
+        )
+    return found
 
 
 def _file_chunks(path: Path) -> Iterator[bytes]:

@@ -12,7 +12,7 @@ import typer
 from fedplat.admin import AdminClient
 from fedplat.admin.patience import Patience
 from fedplat.admin.submission import Submission, clone, submit
-from fedplat.cli import following, formats, job_description, job_files, job_lists, lists
+from fedplat.cli import following, formats, job_description, job_files, job_lists, job_result, lists
 from fedplat.cli.options import JsonOption, ServerOption, TimeoutOption
 from fedplat.cli.output import Output, to_record
 from fedplat.cli.session import FAILED, WRONG_USAGE, CommandSession, JobArgument, own_timeout_s, reporting, session
@@ -143,6 +143,7 @@ def check_job(context: typer.Context, file: FileArgument, as_json: JsonOption = 
                     "num_tensors": len(schema.tensors),
                     "model_size_bytes": schema.file_size_bytes,
                     "digest": submission.digest,
+                    "disclosures": find_training(spec).list_disclosures(spec),
                 }
             )
             return
@@ -152,6 +153,10 @@ def check_job(context: typer.Context, file: FileArgument, as_json: JsonOption = 
             f"its model has {format_count(len(schema.tensors), 'tensor')} ({formats.size(schema.file_size_bytes)})"
         )
         output.line(f"digest of the file and the model: {submission.digest}")
+        if disclosures := find_training(spec).list_disclosures(spec):
+            output.line("what leaves each client:")
+            for line in disclosures:
+                output.line(f"  {line}")
         _warn(output, submission)
 
 
@@ -164,6 +169,7 @@ def print_schema() -> None:
 app.command("list", cls=lists.WatchableCommand)(job_lists.list_jobs)
 app.command("show")(job_lists.show_job)
 app.command("describe")(job_description.describe_job)
+app.command("result")(job_result.show_result)
 app.command("rounds", cls=lists.WatchableCommand)(job_lists.list_rounds)
 app.command("assignments", cls=lists.WatchableCommand)(job_lists.list_assignments)
 app.command("watch")(following.watch_job)

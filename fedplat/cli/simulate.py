@@ -178,6 +178,8 @@ def _print(out: Output, run: Run, folder: Path) -> None:
     fields = run.describe()
     if run.result.problem:  # the error line has the reason
         fields["status"] = run.result.status
+    if run.outcome is not None:
+        fields["procedure"] = str(folder / folders.OUTCOME)
     out.fields(fields | {"results": str(folder)})
 
 

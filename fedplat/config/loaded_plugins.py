@@ -42,9 +42,10 @@ JOB_KINDS = (
     "staleness",
     "algorithms",
     "flower-strategies",
+    "procedures",
 )
 """The kinds that jobs of a server may use."""
-CLIENT_KINDS = ("codecs", "algorithms")
+CLIENT_KINDS = ("codecs", "algorithms", "procedures")
 """The kinds whose code runs on clients."""
 FLOWER_APPS = "flower-apps"
 """The kind of Flower apps, which jobs name in the table `[flower]`; they are folders, not classes."""

@@ -163,7 +163,8 @@ class _Checker:
                 yield f"{prefix}{key}: this key is required and missing"
 
     def _of_value(self, value: Any, annotation: Any, path: str) -> Iterator[str]:
-        is_mapping, items = get_origin(annotation) is dict, _tables_in(annotation)
+        plain = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+        is_mapping, items = get_origin(plain) is dict, _tables_in(annotation)
         options = () if is_mapping else get_args(annotation) or (annotation,)  # the members of a union
         tables = _tables_of(options)
         if isinstance(tables, Kind) and tables.plain and isinstance(value, str):
@@ -177,7 +178,7 @@ class _Checker:
             yield from self._of_table(cast(dict[str, Any], value), tables, path)
         elif is_mapping:
             for key, item in cast(dict[str, Any], value).items():
-                yield from self._of_value(item, get_args(annotation)[1], f"{path}.{shown_key(key)}")
+                yield from self._of_value(item, get_args(plain)[1], f"{path}.{shown_key(key)}")
         elif items is not None and isinstance(value, list):
             for number, item in enumerate(cast(list[Any], value)):
                 yield from self._of_value(item, items, f"{path}[{number}]")
@@ -199,7 +200,8 @@ class _Checker:
             tag, names = records.key, self.plugins.names(records)
         else:
             tag, names = records[0].__struct_config__.tag_field, [str(each.__struct_config__.tag) for each in records]
-        if tag is None:
+        if tag is None or (len(names) == 1 and tag not in table and not isinstance(records, Kind)):
+            # The record of a table that can be no other one need not be named.
             yield from self.of_record(table, cast(list[type[Struct]], records)[0], prefix)
             return
         name = table.get(tag, records.default if isinstance(records, Kind) else "")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fedplat import aggregate, codecs, errors, modes, sampling
+from fedplat import aggregate, codecs, errors, modes, procedures, sampling
 from fedplat.aggregate import drift
 from fedplat.aggregate.drift import EASGD
+from fedplat.config import user_code
 from fedplat.config.plugins import build_checked, has_absent, name_of
-from fedplat.job import combinations, part_checks
+from fedplat.job import combinations, part_checks, sections
 from fedplat.job.combinations import CYCLIC, DISTILL, STALE_SYNCHRONOUS, find_contrary
 from fedplat.job.part_checks import RULES_ON_MEAN
 from fedplat.job.tables import JobTables, PoolOptions, ServerStep
@@ -77,6 +78,10 @@ def _list_owner_mistakes(spec: JobTables) -> Iterator[str]:
         yield from part_checks.list_gossip_mistakes(spec, spec.gossip)
     if spec.flower is not None:
         yield from _list_flower_mistakes(spec)
+    if spec.procedure is not None:
+        yield from _list_procedure_mistakes(spec, spec.procedure)
+    elif not spec.model.initial:
+        yield "model.initial: this key is required and missing"
 
 
 def _list_rule_mistakes(spec: JobTables, rule: aggregate.Rule) -> Iterator[str]:
@@ -177,6 +182,36 @@ def _list_flower_mistakes(spec: JobTables) -> Iterator[str]:
             "selection: the Flower app draws the clients; expected none of sampling, min_separation and wait_for with "
             "the table [flower]"
         )
+
+
+def _list_procedure_mistakes(spec: JobTables, procedure: procedures.Procedure) -> Iterator[str]:
+    """Yield a line for each table of a job with a procedure for what the procedure decides, and for too many sites."""
+    if spec.privacy is not None:
+        yield "privacy: a procedure adds no noise to its sums; expected no table [privacy] with the table [procedure]"
+    if spec.model.initial:
+        yield "model: the first message of the procedure is the initial model; expected no table [model]"
+    if spec.config:
+        yield "config: a procedure has its options in its own table; expected no table [config] with [procedure]"
+    for part in find_contrary(spec, "procedure"):
+        name = part.partition(".")[0]
+        yield f"{name}: the procedure decides about it; expected no such key with the table [procedure]"
+    selection, plain = spec.selection, sections.Selection(goal=1)
+    if selection.sampling != sampling.Uniform() or selection.min_separation or selection.wait_for:
+        yield (
+            "selection: the sites of the first step answer all others, too; expected none of sampling, min_separation "
+            "and wait_for with the table [procedure]"
+        )
+    for key in ("over_selection", "min_fraction"):
+        if (value := getattr(selection, key)) not in (1.0, getattr(plain, key)):
+            yield (
+                f"selection.{key} = {value:g}: a step needs the replies of all goal = {selection.goal} sites; expected "
+                "no such key with the table [procedure]"
+            )
+    try:
+        with user_code.wrap_errors(f'procedure.kind = "{name_of(procedure)}"'):
+            procedure.schema(procedure.begin().message).check_sites(selection.goal)
+    except (errors.ProcedureError, errors.UserCodeError) as exc:
+        yield f"procedure: {exc}"
 
 
 def _list_server_step_mistakes(spec: JobTables, step: ServerStep) -> Iterator[str]:

@@ -34,12 +34,13 @@ _SERVER_RULE: Final = frozenset({DOWNLINK, "aggregation", "durability", "server_
 _OPEN: Final = _SERVER_RULE | {UPLINK, OF_CLIENTS, "pool"}
 """Parts of a job whose server sees the updates of single clients."""
 COMBINES: Final[Mapping[str, frozenset[str]]] = {
-    SYNC: _BASIC | _OPEN | {ELASTIC, DISTILL, "robust", "privacy", "secure_aggregation", "flower"},
+    SYNC: _BASIC | _OPEN | {ELASTIC, DISTILL, "robust", "privacy", "secure_aggregation", "flower", "procedure"},
     BUFFERED: _BASIC | _OPEN | {ELASTIC, "robust"},
     STALE_SYNCHRONOUS: _BASIC | _OPEN | {ELASTIC},
     CYCLIC: _BASIC | {UPLINK, DOWNLINK, OF_CLIENTS, "durability"},
     GOSSIP: frozenset({"updates", "evaluation.every", UPLINK}),
     "flower": frozenset({"retention"}),
+    "procedure": frozenset({"retention"}),
     "secure_aggregation": _BASIC | _SERVER_RULE | {"privacy"},
     "privacy": _BASIC | _SERVER_RULE | {UPLINK, "pool"},
     "robust": _BASIC | _OPEN,
@@ -55,8 +56,8 @@ COMBINES: Final[Mapping[str, frozenset[str]]] = {
     **dict.fromkeys(sorted(_BASIC), _BASIC),
 }
 """What each part may be combined with. It is enough that one of the two names the other."""
-_OF_ALL: Final = frozenset({"config", "deadlines", "retry"})
-"""Keys that every job may have."""
+_OF_ALL: Final = frozenset({"config", "deadlines", "model", "retry"})
+"""Keys that no other part excludes."""
 
 
 def may_combine(one: str, other: str) -> bool:

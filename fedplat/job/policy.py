@@ -24,7 +24,7 @@ from fedplat.job.spec import JobSpec
 _HOURS = re.compile("([01][0-9]|2[0-3]):[0-5][0-9]-([01][0-9]|2[0-3]):[0-5][0-9]")
 _DIGEST = re.compile("[0-9a-f]{64}")
 Names = Annotated[tuple[sections.Name, ...], Meta(max_length=1000)]
-JobKind = Literal["sync", "buffered", "ssp", "cyclic", "gossip", "flower"]
+JobKind = Literal["sync", "buffered", "ssp", "cyclic", "gossip", "flower", "procedure"]
 Verdict = Literal["allow", "refuse", "ask"]
 
 
@@ -55,7 +55,7 @@ class DenyRule(Struct, frozen=True, forbid_unknown_fields=True):
     trainer: Names = ()
     """Trainers of jobs."""
     kind: tuple[JobKind, ...] = ()
-    """Kinds of jobs: the kind of `[mode]`, or `flower`."""
+    """Kinds of jobs: the kind of `[mode]`, `flower` or `procedure`."""
 
     def __post_init__(self) -> None:
         if not any(getattr(self, name) for name in self.__struct_fields__):
@@ -160,7 +160,8 @@ def decide(policy: OwnerPolicy, spec: JobSpec, digest: str, now: datetime.dateti
 
 
 def _list_other_jobs(rule: DenyRule, spec: JobSpec, digest: str) -> Iterator[str]:
-    kind = "flower" if spec.flower is not None else name_of(spec.mode)
+    tables = {"flower": spec.flower, "procedure": spec.procedure}
+    kind = next((name for name, table in tables.items() if table is not None), name_of(spec.mode))
     found = {"digest": digest, "name": spec.name, "population": spec.population, "trainer": spec.trainer, "kind": kind}
     for key, value in found.items():
         if (expected := getattr(rule, key)) and value not in expected:

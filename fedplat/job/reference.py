@@ -96,8 +96,13 @@ def _sections(job: types.StructType) -> Iterator[str]:
             continue
         paths[kinds] = path
         yield _union(path, records) if records[0].tag_field else _record(path, records[0])
-        below = [(_join(path, field.encode_name), _tables(field.type)) for record in records for field in record.fields]
+        below = [(_join(path, _path_of(field)), _tables(field.type)) for record in records for field in record.fields]
         waiting[:0] = [(key, tables) for key, tables in below if tables]
+
+
+def _path_of(field: types.Field) -> str:
+    """Return the path of the tables in a field; those in a table of tables have names of their own."""
+    return f"{field.encode_name}.NAME" if isinstance(field.type, types.DictType) else field.encode_name
 
 
 def _record(path: str, record: types.StructType) -> str:
@@ -139,8 +144,8 @@ def _summary(record: types.StructType) -> str:
 
 def _tables(info: types.Type) -> list[types.StructType]:
     """Return the records of a field that is a table, or a list of tables."""
-    if isinstance(info, types.VarTupleType):
-        return _tables(info.item_type)
+    if isinstance(info, types.VarTupleType | types.DictType):
+        return _tables(info.item_type if isinstance(info, types.VarTupleType) else info.value_type)
     options = info.types if isinstance(info, types.UnionType) else (info,)
     kinds = [find_kind(option.cls) for option in options if isinstance(option, types.CustomType)]
     records = [types.type_info(record) for kind in kinds if kind is not None for record in kind.builtin.values()]
@@ -152,6 +157,8 @@ def _type(info: types.Type) -> str:
     match info:
         case types.VarTupleType():
             return f"list, {_length(info)} items, each: {_type(info.item_type)}"
+        case types.DictType():
+            return f"table, each value: {_type(info.value_type)}"
         case _ if _tables(info):
             kind = find_kind(info.cls) if isinstance(info, types.CustomType) else None
             return "name or table" if kind is not None and kind.plain else "table"
@@ -165,8 +172,6 @@ def _type(info: types.Type) -> str:
             return _text(info)
         case types.BoolType():
             return "boolean"
-        case types.DictType():
-            return f"table, each value: {_type(info.value_type)}"
         case types.TupleType():
             return f"[{', '.join(_type(item) for item in info.item_types)}]"
         case _:

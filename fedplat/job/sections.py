@@ -29,12 +29,17 @@ Factor = Annotated[float, Meta(ge=0.0, le=1e30)]
 class Model(Struct, frozen=True, forbid_unknown_fields=True):
     """Source of the initial model."""
 
-    initial: str
+    initial: str = ""
     """Path of a `.safetensors` file, or `module:function`, both relative to the job file. The function runs where the
-    job is submitted and returns `Parameters`, named NumPy arrays, a `state_dict` or a PyTorch module."""
+    job is submitted and returns `Parameters`, named NumPy arrays, a `state_dict` or a PyTorch module. Required but with
+    `[procedure]`, whose first message it is."""
 
     def __post_init__(self) -> None:
-        if not self.initial.endswith(".safetensors") and not re.fullmatch(r"[\w.]+:[\w.]+", self.initial):
+        if (
+            self.initial
+            and not self.initial.endswith(".safetensors")
+            and not re.fullmatch(r"[\w.]+:[\w.]+", self.initial)
+        ):
             raise ValueError(
                 f"initial = {format_value(self.initial)}: expected a path that ends in .safetensors, or module:function"
             )

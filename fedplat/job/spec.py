@@ -158,8 +158,9 @@ def warnings(spec: JobSpec, model: Parameters | None = None) -> list[str]:
     if model is not None:
         found += [*describe_coarse_steps(spec, model), *describe_copies(spec, model)]
     updates = spec.updates
-    if spec.flower is not None or spec.secure_aggregation is not None or spec.gossip is not None:
-        # Its strategy decides what an update may weigh, clients clip and weigh theirs by at most 1, or no one sees one.
+    if any(each is not None for each in (spec.flower, spec.secure_aggregation, spec.gossip, spec.procedure)):
+        # Its strategy decides what an update may weigh, clients clip and weigh theirs by at most 1, no one sees one, or
+        # it is of counts.
         return found
     if not (updates.clips or updates.max_norm or spec.robust is not None):
         found.append(

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from fedplat import aggregate, modes, privacy
+from fedplat import aggregate, modes, privacy, procedures
 from fedplat.aggregate import algebra as ranges
 from fedplat.gossip.topology import Gossip
 from fedplat.job import sections
@@ -26,7 +26,7 @@ OUTLIER_FACTOR = 1000.0
 MAX_WEIGHT_FACTOR = 10.0
 
 
-class JobTables(Struct, frozen=True, forbid_unknown_fields=True):
+class JobTables(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The tables of a training job, each with its own checks."""
 
     name: sections.Name
@@ -36,9 +36,9 @@ class JobTables(Struct, frozen=True, forbid_unknown_fields=True):
     trainer: sections.Name
     """Name under which the training function is installed on the clients."""
     rounds: sections.Count
-    """Number of committed rounds after which the job is complete."""
-    model: sections.Model
-    """Source of the initial model."""
+    """Number of committed rounds after which the job is complete; of a procedure, the most that it may need."""
+    model: sections.Model = sections.Model()
+    """Source of the initial model, which every job needs but one with `[procedure]`."""
     selection: sections.Selection
     """Clients that take part, and when an attempt closes."""
     mode: modes.Sync | modes.Buffered | modes.StaleSynchronous | modes.Cyclic | Gossip = modes.Sync()
@@ -78,6 +78,8 @@ class JobTables(Struct, frozen=True, forbid_unknown_fields=True):
     """Training on the server's data at the end of rounds; none: only clients train."""
     flower: sections.Flower | None = None
     """Flower app whose messages the rounds exchange; none: clients train the job's model."""
+    procedure: procedures.Procedure | None = None
+    """Procedure that asks the same sites for sums in each round (docs/procedures.md); none: clients train a model."""
 
     @property
     def client_config(self) -> Mapping[str, sections.Scalar]:
@@ -150,7 +152,7 @@ class JobTables(Struct, frozen=True, forbid_unknown_fields=True):
         """
         if self.updates.outlier_factor is not None:
             return self.updates.outlier_factor
-        if self.flower is not None or self.secure_aggregation is not None:
+        if any(each is not None for each in (self.flower, self.procedure, self.secure_aggregation)):
             return 0.0
         return 0.0 if self.updates.clips or self.robust is not None else OUTLIER_FACTOR
 
@@ -161,7 +163,7 @@ class JobTables(Struct, frozen=True, forbid_unknown_fields=True):
         By default 10 with `weighting = "examples"`. A private job and one with secure aggregation have a bound of their
         own: no update has a weight above 1.
         """
-        updates, bounds = self.updates, (self.privacy, self.flower, self.secure_aggregation)
+        updates, bounds = self.updates, (self.privacy, self.flower, self.procedure, self.secure_aggregation)
         if updates.weighting == "uniform" or any(each is not None for each in bounds):
             return 0.0
         factor = updates.max_weight_factor
@@ -183,6 +185,12 @@ def require_flower(spec: JobTables) -> sections.Flower:
     """Return the options of a job with a Flower app."""
     assert spec.flower is not None
     return spec.flower
+
+
+def require_procedure(spec: JobTables) -> procedures.Procedure:
+    """Return the procedure of a job that has one."""
+    assert spec.procedure is not None
+    return spec.procedure
 
 
 Coefficient = Annotated[float, Meta(ge=0.0, le=1e30)]

@@ -2,14 +2,17 @@
 
 Read in this order: `sums.py` has the replies, integers with declared bounds and steps, and their sums; `contract.py`
 what a procedure is; `tables.py` what it reads at a site, and `groups.py` selects and groups its rows. `means.py` and
-`counts.py` are procedures, and `runs.py` runs one over tables of this process. The core is pure: no clock or socket;
+`counts.py` are procedures, and `runs.py` runs one over tables of this process. `versions.py` has a procedure as the versions of a job. The core is pure: no clock or socket;
 only `fedplat.tables` opens files.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from fedplat.config.plugins import Kind, by_name, define
 from fedplat.errors import ProcedureError
-from fedplat.procedures.contract import Finished, Json, Procedure, ReplyDisclosure, Step
+from fedplat.procedures.contract import METHODS, Finished, Json, Procedure, ReplyDisclosure, Step
 from fedplat.procedures.counts import Counts
 from fedplat.procedures.means import Means
 from fedplat.procedures.runs import ProcedureResult, run
@@ -18,6 +21,11 @@ from fedplat.procedures.tables import SiteTable
 from fedplat.tables.columns import BooleanColumn, CategoryColumn, Column, DateColumn, NumericColumn
 from fedplat.tables.dictionary import TableDictionary
 from fedplat.tables.sources import ColumnFrame
+
+PROCEDURES: Mapping[str, type[Procedure]] = by_name(Means, Counts)
+"""The options record of each built-in procedure, by its name in a job file."""
+PROCEDURE = define(Kind("procedures", "kind", "a procedure", Procedure, METHODS, PROCEDURES))
+"""The kind of procedures, which jobs name in the table `[procedure]`."""
 
 __all__ = [
     "BooleanColumn",

@@ -9,7 +9,7 @@ kept between calls but `Step.state`, so a step that is repeated gives the same b
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy.typing as npt
 from msgspec import Struct
@@ -54,6 +54,7 @@ class ReplyDisclosure(Struct, frozen=True):
         return f"{self.name}: {self.content}; {numbers} from {-self.bound:g} to {self.bound:g}, {times}"
 
 
+@runtime_checkable
 class Procedure(Protocol):
     """A program of steps; all methods are pure."""
 
@@ -83,3 +84,17 @@ class Procedure(Protocol):
     def disclosures(self) -> tuple[ReplyDisclosure, ...]:
         """Return what leaves a site, in all steps together."""
         ...
+
+
+FEATURE = "procedure.1"
+"""The part of the wire protocol that a client states if it answers procedures."""
+METHODS = ("begin", "schema", "answer", "advance", "disclosures")
+"""The names of the methods of a procedure."""
+
+
+def version_of(procedure: Procedure) -> int:
+    """Return the version of a procedure, its attribute `version`; 1 without one.
+
+    It grows when the same options mean other numbers: a server and a site with different ones do not work together.
+    """
+    return getattr(procedure, "version", 1)

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import math
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Annotated, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct
@@ -103,6 +105,16 @@ class ReplySchema(Struct, frozen=True, forbid_unknown_fields=True):
     def length(self) -> int:
         """The number of entries of a reply."""
         return sum(tensor.count for tensor in self.tensors)
+
+    @property
+    def digest(self) -> bytes:
+        """The SHA-256 of the names, shapes, bounds and steps."""
+        return hashlib.sha256(msgspec.msgpack.encode(self, order="deterministic")).digest()
+
+    @property
+    def file_size_bytes(self) -> int:
+        """The number of bytes of the file of a reply."""
+        return _layout(self).file_size_bytes
 
     @property
     def max_sites(self) -> int:

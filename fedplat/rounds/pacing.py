@@ -123,10 +123,11 @@ def describe_futility(attempt: Attempt) -> str:
     counts = Counter(each.reason for each in ended)
     most = max(counts.values())
     first = next(each for each in ended if counts[each.reason] == most)
-    return f"client {first.client_id}: {_explain(first)}" + (f", and {most - 1} more" if most > 1 else "")
+    return f"client {first.client_id}: {explain(first)}" + (f", and {most - 1} more" if most > 1 else "")
 
 
-def _explain(assignment: Assignment) -> str:
+def explain(assignment: Assignment) -> str:
+    """Return why a client has ended its work, in the words of the client if there are any."""
     reason = assignment.reason
     assert reason is not None
     return f"{reason}: {shorten(assignment.text, MAX_BYTES) or REASON_TEXTS[reason]}"

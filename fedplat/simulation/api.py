@@ -23,6 +23,8 @@ from fedplat.job import JobSpec, charges, find_mechanism
 from fedplat.learner import ArrayLearner
 from fedplat.model import Parameters
 from fedplat.privacy.accounting import Cost, cost_of, cost_of_charges
+from fedplat.procedures import ColumnFrame, ProcedureResult
+from fedplat.procedures.versions import read_result
 from fedplat.simulation.data import Dataset, Federation
 from fedplat.simulation.engines.registry import AutoOptions
 from fedplat.simulation.protocols.registry import runs_protocol
@@ -93,6 +95,11 @@ class Run:
     def model(self) -> Parameters | None:
         """The last committed model; None if nothing was trained."""
         return self.result.model
+
+    @property
+    def outcome(self) -> ProcedureResult | None:
+        """The result of a procedure; None without one."""
+        return None if self.model is None else read_result(self.model)
 
     @property
     def is_cut(self) -> bool:
@@ -170,6 +177,11 @@ class Run:
         folders.write(folder / folders.PARTICIPATION, Parameters.from_arrays(counts).to_bytes())
         if self.model is not None:
             folders.write(folder / folders.MODEL, self.model.to_bytes())
+        if (outcome := self.outcome) is not None:
+            folders.write(folder / folders.OUTCOME, outcome.to_json())
+            (folder / folders.FILES).mkdir(exist_ok=True)
+            for name, content in outcome.files.items():
+                folders.write(folder / folders.FILES / name, content)
         folders.write(folder / folders.RESULTS, self.to_json().encode())
 
 
@@ -180,6 +192,7 @@ def simulate(
     *,
     data: Federation | Dataset | None = ...,
     learner: Learner | ArrayLearner | None = ...,
+    tables: Mapping[str, ColumnFrame] | None = ...,
     observe: Observer = ...,
     run_folder: RunFolderOptions | None = ...,
     progress: ShowProgress = ...,
@@ -192,6 +205,7 @@ def simulate(
     *,
     data: Federation | Dataset | None = ...,
     learner: Learner | ArrayLearner | None = ...,
+    tables: Mapping[str, ColumnFrame] | None = ...,
     observe: Observer = ...,
     run_folder: RunFolderOptions | None = ...,
     progress: ShowProgress = ...,
@@ -202,6 +216,7 @@ def simulate(  # noqa: PLR0913 - one call for scripts and notebooks; every argum
     *,
     data: Federation | Dataset | None = None,
     learner: Learner | ArrayLearner | None = None,
+    tables: Mapping[str, ColumnFrame] | None = None,
     observe: Observer = lambda record: None,
     run_folder: RunFolderOptions | None = None,
     progress: ShowProgress = "auto",
@@ -210,11 +225,11 @@ def simulate(  # noqa: PLR0913 - one call for scripts and notebooks; every argum
 
     The file `"digits"` is an example that is part of the package.
 
-    `data` and `learner` replace the file's data and model; the file's partition divides a `Dataset`. `observe` is
-    called with each attempt that has ended. With `run_folder`, the run is written to a folder, from which it can be
-    resumed. `progress` shows a bar, by default on a terminal and in a notebook. Raises `JobFileError`, `DataError`,
-    `PluginError`, `MissingExtraError`, what training raises, and `NoProgressError` for a job that cannot be completed;
-    a run that ends with its `until_s` warns.
+    `data` and `learner` replace the file's data and model; the file's partition divides a `Dataset`. `tables` are those
+    of the sites, by their names, for a job with a procedure. `observe` is called with each attempt that has ended. With
+    `run_folder`, the run is written to a folder, from which it can be resumed. `progress` shows a bar, by default on a
+    terminal and in a notebook. Raises `JobFileError`, `DataError`, `PluginError`, `MissingExtraError`, what training
+    raises, and `NoProgressError` for a job that cannot be completed; a run that ends with its `until_s` warns.
 
     >>> run = simulate("digits", {"rounds": 3})
     >>> run.summary.last.round, run.series("accuracy").values.shape
@@ -223,7 +238,7 @@ def simulate(  # noqa: PLR0913 - one call for scripts and notebooks; every argum
     file = _read(file, changes)
     name, rounds, metric = file.job.name, file.job.rounds, file.simulation.target_metric
     estimate = ProgressEstimate(name, rounds, metric, time.monotonic)
-    with prepare(file, data, learner) as setup, show_bar(estimate, progress, time.monotonic) as add:
+    with prepare(file, data, learner, tables=tables) as setup, show_bar(estimate, progress, time.monotonic) as add:
 
         def notify(record: AttemptResult) -> None:
             add(record)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from fedplat import job, model
+from fedplat.procedures import ColumnFrame
 from fedplat.simulation.clients import Fleet
 from fedplat.simulation.clients.fleet import LinkOptions
 from fedplat.simulation.engines.interface import Engine
@@ -17,14 +19,16 @@ class Simulation:
 
     With an `engine` clients really train: the job begins with the model `initial`, extended by the entries that the
     job's rule stores in the model. The clients of the engine are those of the fleet, and its numbers of examples
-    replace the fleet's. Without an engine only the schedule is simulated, for a model of `model_bytes`. The run ends
-    with the job, or after `until_s` virtual seconds. `secure_aggregation` and `links` are those of `SimulationOptions`.
+    replace the fleet's. In a job with a procedure each client has a table of `tables`, in their order. Without either
+    only the schedule is simulated, for a model of `model_bytes`. The run ends with the job, or after `until_s` virtual
+    seconds. `secure_aggregation` and `links` are those of `SimulationOptions`.
     """
 
     spec: job.JobSpec
     fleet: Fleet
     engine: Engine | None = None
     initial: model.Parameters | None = None
+    tables: Mapping[str, ColumnFrame] | None = None
     seed: int = 0
     model_bytes: float = 1e6
     until_s: float = YEAR_S

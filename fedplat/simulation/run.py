@@ -19,6 +19,7 @@ from fedplat.secure_aggregation import encoding
 from fedplat.simulation.clients import Fleet
 from fedplat.simulation.driver import Driver, Trace
 from fedplat.simulation.federated.interface import NoTraining, TrainingModel, count_entries
+from fedplat.simulation.federated.procedure import ProcedureAnswers
 from fedplat.simulation.federated.training import RealTraining
 from fedplat.simulation.gossip.silos import SiloTraining
 from fedplat.simulation.parts import Simulation
@@ -59,8 +60,10 @@ def run(simulation: Simulation, hooks: Hooks = Hooks()) -> Result:
     kind.check(spec, fleet, simulation.links)
     with contextlib.ExitStack() as stack:
         training: TrainingModel
-        learning: RealTraining | SiloTraining | None = None
-        if engine is None:
+        learning: RealTraining | SiloTraining | ProcedureAnswers | None = None
+        if kind.answer is not None and (learning := kind.answer(simulation)) is not None:
+            training = learning
+        elif engine is None:
             if kind.mix is not None:
                 return kind.mix(simulation, hooks.observe)
             training = NoTraining(_model_bytes(simulation), _masked_bytes(simulation))

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING, cast
 
 from fedplat import aggregate, initial, job, model, system
+from fedplat.config import user_code
 from fedplat.config.plugins import name_of
 from fedplat.errors import DataError, JobFileError, ModelError
 from fedplat.job.spec import describe_algorithm, describe_coarse_steps, describe_copies
 from fedplat.learner import ArrayLearner
+from fedplat.procedures import ColumnFrame
 from fedplat.simulation import clients, run
 from fedplat.simulation.data import Dataset, Federation, divide, federation
 from fedplat.simulation.data.federation import check_finite
 from fedplat.simulation.engines import registry, tasks
 from fedplat.simulation.engines.interface import Engine
+from fedplat.simulation.protocols.registry import kind_of
 from fedplat.simulation.scenario import building, feasible
 from fedplat.simulation.scenario.file import SimulationFile
 from fedplat.simulation.scenario.options import SimulationOptions
@@ -53,25 +56,21 @@ def prepare(
     data: Federation | Dataset | None = None,
     learner: Learner | ArrayLearner | None = None,
     on_progress: OnProgress = lambda text: None,
+    tables: Mapping[str, ColumnFrame] | None = None,
 ) -> Generator[RunSetup]:
     """Build all parts; the engine's processes end with the block.
 
     `on_progress` gets a text before a slow step, and for each key of `[config]` that no training reads.
 
-    `data` and `learner` replace the file's data and model; the file's partition divides a `Dataset`. Raises
-    `JobFileError`, `DataError`, `MissingExtraError`.
+    `data`, `learner` and `tables` replace the file's data, model and tables; the file's partition divides a `Dataset`.
+    Raises `JobFileError`, `DataError`, `MissingExtraError`, and what the function of the tables raises.
     """
     feasible.check_supported(file.job)
     options = file.simulation
-    if isinstance(data, Dataset):
-        data = divide(data, options.partition, options.seed)
-    if data is not None and not isinstance(cast(object, data), Federation):
-        raise DataError(
-            f"data is a {type(data).__name__}; expected a Federation, or a Dataset such as Dataset.from_arrays(inputs, "
-            "targets)"
-        )
-    if data is not None:
-        check_finite(data)
+    if (answers := _prepare_tables(file, tables, on_progress)) is not None:
+        yield answers
+        return
+    data = _check_data(data, options)
     clients_data = data if data is not None else load_data(file, on_progress)
     num_clients = clients_data.num_clients if clients_data is not None else 0
     fleet = clients.build_fleet(options.fleet, options.seed, num_clients, file.folder)
@@ -109,6 +108,60 @@ def prepare(
     simulation = dataclasses.replace(simulation, engine=engine, initial=initial_model)
     with contextlib.closing(engine):
         yield RunSetup(simulation, clients_data, name_of(options.engine), workers, algorithm)
+
+
+def _check_data(data: Federation | Dataset | None, options: SimulationOptions) -> Federation | None:
+    """Return data that replaces the file's, divided among clients."""
+    if isinstance(data, Dataset):
+        data = divide(data, options.partition, options.seed)
+    if data is not None and not isinstance(cast(object, data), Federation):
+        raise DataError(
+            f"data is a {type(data).__name__}; expected a Federation, or a Dataset such as Dataset.from_arrays(inputs, "
+            "targets)"
+        )
+    if data is not None:
+        check_finite(data)
+    return data
+
+
+def _prepare_tables(
+    file: SimulationFile, tables: Mapping[str, ColumnFrame] | None, on_progress: OnProgress
+) -> RunSetup | None:
+    """Return the simulation of a job whose clients answer from tables; None for other jobs."""
+    options, found = file.simulation, _load_tables(file, tables)
+    if found is None:
+        return None
+    fleet = clients.build_fleet(options.fleet, options.seed, len(found), file.folder)
+    if warning := feasible.check_feasible(file.job, fleet):
+        on_progress(f"warning: {warning}")
+    simulation = run.Simulation(spec=file.job, fleet=fleet, seed=options.seed, until_s=options.until_s, tables=found)
+    return RunSetup(simulation, None, "none", 0)
+
+
+def _load_tables(file: SimulationFile, given: Mapping[str, ColumnFrame] | None) -> Mapping[str, ColumnFrame] | None:
+    """Return the table of each site; None if the job reads none."""
+    named = file.simulation.tables
+    if kind_of(file.job).answer is None:
+        if given is not None or named is not None:
+            raise JobFileError("simulation.tables: only a job with the table [procedure] reads tables; leave them out")
+        return None
+    if not file.simulation.training:
+        raise JobFileError(
+            "simulation.training = false: how many steps a procedure has follows from the tables; leave the key out "
+            "(--no-training)"
+        )
+    if given is None and named is None:
+        raise JobFileError(
+            'simulation.tables: a procedure reads the table of each site; expected tables = "module:function", which '
+            "returns them by the names of sites, or simulate(..., tables=...)"
+        )
+    found = given if given is not None else user_code.call(cast(str, named), file.folder)
+    if not isinstance(found, Mapping) or not found:
+        raise JobFileError(
+            f"simulation.tables: {named or 'tables'} is a {type(found).__name__}; expected the table of each site by "
+            'its name, such as {"north": frame, "south": frame}'
+        )
+    return cast(Mapping[str, ColumnFrame], found)
 
 
 def _describe_unscored(options: SimulationOptions) -> str:

@@ -11,11 +11,10 @@ from msgspec import Struct
 
 from fedplat.model import Parameters
 from fedplat.procedures import ExactSum, Finished, Procedure, SiteTable, Step
+from fedplat.procedures.contract import METHODS
 from fedplat.procedures.runs import MAX_STEPS, AskedStep, ask, open_table
 from fedplat.tables.files import Frame
 from fedplat.testing.errors import ConformanceError, run_checks, wrap_errors
-
-METHODS = ("begin", "schema", "answer", "advance", "disclosures")
 
 
 @dataclasses.dataclass(frozen=True)

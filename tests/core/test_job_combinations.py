@@ -39,6 +39,10 @@ PARTS: Mapping[str, Table] = {
     CYCLIC: {"mode": {"kind": "cyclic", "clients": 3}, "selection": {"goal": 1}},
     GOSSIP: {"mode": {"kind": "gossip"}, "updates": UNIFORM},
     "flower": {"flower": {"app": "a"}},
+    "procedure": {
+        "procedure": {"kind": "means", "columns": {"age": {"low": 0, "high": 120, "resolution": 1}}},
+        "model": {"initial": ""},
+    },
     "secure_aggregation": {"secure_aggregation": {}, "updates": CLIPPED},
     "privacy": {
         "privacy": {"participation": "fixed", "delta": 1e-6, "noise_multiplier": 1.0},
@@ -89,7 +93,7 @@ def list_pairs() -> Iterator[tuple[str, str]]:
 
 def test_every_pair_is_accepted_or_refused_as_it_is_listed() -> None:
     pairs = [*list_pairs()]
-    assert len(pairs) == 241
+    assert len(pairs) == 264
     for pair in pairs:
         parts, problem = try_to_read(*pair)
         assert may_combine(*pair) == (not problem), f"{pair}: {problem or 'it is accepted'}"
@@ -130,7 +134,7 @@ def test_each_part_of_a_job_file_is_listed() -> None:
             named |= {f"{field.name}.{key.name}" for key in structs.fields(default)}
         elif field.name == "mode":
             named |= {f'mode.kind = "{mode.__struct_config__.tag}"' for mode in get_args(field.type)}
-        elif default is not NODEFAULT and field.name not in ("config", "deadlines", "retry"):
+        elif default is not NODEFAULT and field.name not in ("config", "deadlines", "model", "retry"):
             named.add(field.name)
     assert {*COMBINES} == {*PARTS} == named | {ELASTIC, DISTILL}
 

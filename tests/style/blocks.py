@@ -94,6 +94,8 @@ def read_job(block: Block) -> Iterator[str]:
                 Path(folder, other.marker.removeprefix("file: ")).write_text(other.text)
         own = frozenset({("rules", "lion"), ("policies", "turns"), ("codecs", "signs")})  # of --plugin
         tables = {**JOB, **parsed, "selection": {**JOB["selection"], **parsed.get("selection", {})}}
+        if "procedure" in parsed:
+            del tables["model"]  # its first message is the model
         parse_job(tomli_w.dumps(tables), Plugins(folder=Path(folder), absent=own))
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from support import branch_sites
 
-NUM_SITES, NUM_FILES = 16, 10
+NUM_SITES, NUM_FILES = 15, 10
 """How many there are. Both only ever go down, each commit writes the new ones here."""
 KINDS = "if job.kind is AttemptKind.TRAIN: pass\nif kind not in (AttemptKind.TRAIN, other): pass"
 

@@ -22,8 +22,8 @@ OWN: Final = re.compile(r"_pb2|/protocols/|^fedplat/job/")
 """The places that may ask: each kind's own files, and the checks of the job file. Generated code asks nothing."""
 TABLES: Final = frozenset(
     {
-        *("buffered", "clocks", "cyclic", "exchange", "flower", "gossip", "privacy", "secure", "secure_aggregation"),
-        *("stale_synchronous", "warm_start"),
+        *("buffered", "clocks", "cyclic", "exchange", "flower", "gossip", "privacy", "procedure", "secure"),
+        *("secure_aggregation", "stale_synchronous", "warm_start"),
     }
 )
 """Attributes that are None for jobs of other kinds; `exchange` is also the name of a variable."""

@@ -32,6 +32,7 @@ def make_halves(open_silos: Callable[[], SiloWorker]) -> Mapping[str, ClientHalf
         "flower_app": averaged,
         "secure": ClientHalf(_train_secretly),
         "gossip": ClientHalf(exchange, may_be_late=True),
+        "procedure": ClientHalf(_answer),
         "evaluation": ClientHalf(averaging.evaluate),
     }
 
@@ -42,7 +43,15 @@ def name_of(assignment: fleet_pb2.Assignment) -> str:
         return "gossip"
     if assignment.task == fleet_pb2.TASK_EVALUATE:
         return "evaluation"
+    if assignment.HasField("procedure"):
+        return "procedure"
     return "secure" if assignment.secure_setup else "sync"
+
+
+def _answer(work: AssignedWork) -> CheckInResult:
+    from fedplat_client._protocols import procedure
+
+    return procedure.answer(work)
 
 
 def _train_secretly(work: AssignedWork) -> CheckInResult:

@@ -9,9 +9,10 @@ import os
 import traceback
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from fedplat import codecs, errors, forks, texts
 from fedplat.client_state import ClientState
@@ -29,10 +30,15 @@ from fedplat_client._work.heartbeat import AssignmentFailedError
 from fedplat_client.errors import CallError, ServerUnavailableError, TaskLeftError
 from fedplat_client.task import Control, EvaluateFunction, EvaluateResult, Scalar, Task, TrainFunction, TrainResult
 
+if TYPE_CHECKING:
+    from fedplat.procedures import Procedure
+
 _logger = logging.getLogger(__name__)
 Function = TypeVar("Function", TrainFunction, EvaluateFunction)
 Result = TypeVar("Result", TrainResult, EvaluateResult)
 Update = TypeVar("Update")
+Answer: TypeAlias = "Callable[[Procedure, Parameters], Mapping[str, npt.ArrayLike]]"
+"""A function that answers a message of a procedure from a table (`trainers.table.TableTrainer.answer`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +54,18 @@ class LocalTrainers:
         """Return a trainer. Raises `AssignmentFailedError` if the client has no such trainer; so does the trainer."""
         trainer = _find(self.trainers, "trainer", name)
         return lambda task: _call(trainer, task, TrainResult)
+
+    def find_table(self, name: str) -> Answer:
+        """Return the function by which a trainer answers procedures; raises as `find_trainer`."""
+        trainer = _find(self.trainers, "trainer", name)
+        answer = getattr(trainer, "answer", None)
+        if answer is None:
+            raise AssignmentFailedError(
+                model_pb2.REASON_UNKNOWN_TRAINER,
+                f"the trainer {name!r} is a {type(trainer).__name__}, and the job asks a procedure; expected a "
+                "TableTrainer",
+            )
+        return answer
 
     def find_evaluator(self, name: str) -> Callable[[Task], EvaluateResult]:
         """Return an evaluator; see `find_trainer`."""

@@ -144,10 +144,16 @@ class AssignedWork:
         client_state: ClientState,
         protection: Protection = PLAIN,
     ) -> None:
-        """Upload the update of a training, or put a small one into its report; note it in the record before.
+        """Deliver the update of a training.
 
         The client state is stored afterwards, with the digest, which may not be known before; and before the report.
         """
+        self.deliver(request, content, protection)
+        report = SentReport(self.assignment.token, content.digest)
+        stage_client_state(self.parts.client_states, self.assignment.job_id, report, client_state, self.control)
+
+    def deliver(self, request: fleet_pb2.ReportRequest, content: Outgoing, protection: Protection = PLAIN) -> None:
+        """Upload an update, or put a small one into its report; note it in the record before."""
         self.control.trained = True
         is_streamed = bool(content.upload_id)  # its digest is computed while it is sent
         digest, size_bytes = "" if is_streamed else content.digest, content.size_bytes
@@ -169,8 +175,6 @@ class AssignedWork:
         if is_streamed:
             self.record(ReleasedItem(content="digest", digest=content.digest))
         request.digest, request.upload_id = content.digest, content.upload_id
-        report = SentReport(self.assignment.token, content.digest)
-        stage_client_state(self.parts.client_states, self.assignment.job_id, report, client_state, self.control)
 
     def record(self, item: ReleasedItem) -> None:
         """Note in the record what is sent next: see `record_release`."""

@@ -97,8 +97,8 @@ def optimizer_state_is_kept(job: StoredJob) -> Iterator[Violation]:
     """Check I2: each version that a round of a rule with state made has that state; no other version has a state."""
     if job.spec is None or has_absent(job.spec):
         return
-    if job.spec.flower is not None:
-        return  # the state of an app is kept with each version that it continues from, but not with its last one
+    if not find_training(job.spec).has_rule:
+        return  # the state of a program is kept with each version that it continues from, but not with its last one
     rule = build_rule(job.spec)
     is_stateful = job.spec.compression.downlink is not None or bool(rule.init(1)) or bool(rule.start(1).scalars)
     for version in job.versions:

@@ -18,6 +18,7 @@ from enum import Enum, auto
 from typing import Any, NamedTuple
 
 from fedplat.job import JobSpec
+from fedplat.model import Parameters
 from fedplat.rounds.commands import ACCEPTED, Command, Context, Transition, Verdict
 from fedplat.rounds.demand import Demand
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated, CandidatesDrawn, JobEvent, UpdateReported
@@ -108,6 +109,8 @@ class RoundProtocol:
     """Clients mask their updates, and the weights are inside."""
     draws: bool = True
     """Its clients are drawn from those that wait."""
+    has_rule: bool = True
+    """The job's aggregation rule makes its versions, and the state beside them is that of the rule."""
     client_option: str = ""
     """The option without which a client refuses to take part."""
     features: frozenset[str] = frozenset()
@@ -122,10 +125,14 @@ class RoundProtocol:
     membership: Membership = Membership()
 
     # --- its job file: what can be known before a job begins ---
+    first_model: Callable[[JobSpec], Parameters | None] = lambda spec: None
+    """Return the initial model of a job whose file names none; None: it is that of `[model]`."""
     list_needs: Callable[[JobSpec], list[tuple[str, int]]] = OF_AVERAGING
     """Return the numbers of clients that there must be, with the keys that demand them; empty without a bound."""
     describe_cohort: Callable[[JobSpec], str] = OF_AVERAGING
     """Return how many clients take part in a round: the end of `5 rounds for population p, ...`."""
+    list_disclosures: Callable[[JobSpec], list[str]] = lambda spec: []
+    """Return what leaves a client, a line for each kind of number, if the job file declares it."""
     refuse_server: Callable[[JobSpec], str] = lambda spec: ""
     """Return why no server can run a job, although a simulation may; empty if one can."""
 
@@ -198,6 +205,8 @@ def training_name(spec: JobSpec) -> str:
     """Return the name of the protocol of a job's training: the only place that asks for the tables of a job file."""
     if spec.flower is not None:
         return "flower_app"
+    if spec.procedure is not None:
+        return "procedure"
     name = "secure" if spec.secure_aggregation is not None else str(spec.mode.__struct_config__.tag)
     return f"private {name}" if spec.privacy is not None else name
 

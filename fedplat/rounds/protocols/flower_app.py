@@ -86,6 +86,7 @@ FLOWER_APP = register(
     RoundProtocol(
         name="flower_app",
         draws=False,
+        has_rule=False,
         list_needs=lambda spec: [],  # the app draws the clients that there are
         column="cohort",  # release 0.1.0 reads it there
         write_state=lambda job: list(cohort_of(job)) or None,

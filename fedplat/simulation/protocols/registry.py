@@ -11,6 +11,7 @@ from fedplat.rounds.states import AttemptKind
 from fedplat.simulation.clients import Fleet
 from fedplat.simulation.clients.fleet import LinkOptions
 from fedplat.simulation.engines.interface import Engine
+from fedplat.simulation.federated.procedure import ProcedureAnswers
 from fedplat.simulation.federated.training import RealTraining
 from fedplat.simulation.gossip import mixing, silos
 from fedplat.simulation.parts import Simulation
@@ -55,18 +56,24 @@ def _mix(simulation: Simulation, observe: Observer | None) -> Result:
     )
 
 
+def _answer(simulation: Simulation) -> ProcedureAnswers | None:
+    return None if simulation.tables is None else ProcedureAnswers(simulation.spec, simulation.tables)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimulatedKind:
     """A kind of job in a simulation: what its clients do over time.
 
     `check` raises `JobFileError` for a fleet or links that the job cannot have. `learn` makes what clients train with
-    an engine, from the initial model, and `mix` is the whole run of a job without training that no driver runs.
+    an engine, from the initial model, and `mix` is the whole run of a job without training that no driver runs. Where
+    clients answer from tables, and no engine trains, `answer` makes what does so.
     """
 
     behave: Callable[[ClientWork], ClientBehaviour] = ClientBehaviour
     check: Callable[[job.JobSpec, Fleet, LinkOptions], None] = mixing.refuse_links
     learn: Callable[[Simulation, Engine, model.Parameters], RealTraining | silos.SiloTraining] = _learn
     mix: Callable[[Simulation, Observer | None], Result] | None = None
+    answer: Callable[[Simulation], ProcedureAnswers | None] | None = None
 
 
 _AVERAGING = SimulatedKind()
@@ -77,6 +84,7 @@ KINDS: Mapping[str, SimulatedKind] = {
     "private sync": _AVERAGING,
     "flower_app": _AVERAGING,
     "cyclic": _AVERAGING,
+    "procedure": SimulatedKind(answer=_answer),
     "buffered": _BUFFERED,
     "ssp": _BUFFERED,
     "secure": _SECURE,

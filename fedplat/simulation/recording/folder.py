@@ -28,6 +28,8 @@ from fedplat.errors import DataError
 from fedplat.packed.index import open_regular
 from fedplat.simulation.recording.result import AttemptResult
 
+OUTCOME, FILES = "procedure.json", "files"
+"""The result of a procedure, and the folder of its files."""
 RUN, ROUNDS, RESULTS, MODEL, PARTICIPATION, EVENTS, MLFLOW, JOURNAL = (
     "run.json",
     "rounds.jsonl",
@@ -114,7 +116,9 @@ def begin(folder: Path, inputs: Mapping[str, Any], *, resumable: bool = True) ->
     if (folder / RUN).exists():
         advice = "resume it (--resume), or choose" if resumable else "choose"
         raise DataError(f"{folder} has a run already; {advice} another folder (--dir)")
-    if found := [name for name in (ROUNDS, RESULTS, MODEL, PARTICIPATION, JOURNAL) if (folder / name).exists()]:
+    if found := [
+        name for name in (ROUNDS, RESULTS, MODEL, OUTCOME, PARTICIPATION, JOURNAL) if (folder / name).exists()
+    ]:
         raise DataError(
             f"{folder} has {', '.join(found)} and no {RUN}, so they are not of a run or it was lost, and a run would "
             "replace them; choose another folder (--dir)"

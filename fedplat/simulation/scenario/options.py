@@ -150,7 +150,8 @@ class SimulationOptions(Struct, frozen=True, forbid_unknown_fields=True):
     `held_out` is the part of its examples that each client keeps from training, to score models in a federated
     evaluation. `secure_aggregation` is how that of the job is simulated: `"real"` with its cryptography, `"model"`
     without keys, shares and masks, which changes no result, and `"auto"` with it for cohorts of up to 1,000 clients.
-    `links` are the faults of links and silos in a decentralised job.
+    `links` are the faults of links and silos in a decentralised job. `tables` is a function that returns the table of
+    each site by its name, for a job with a procedure.
     """
 
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
@@ -168,6 +169,7 @@ class SimulationOptions(Struct, frozen=True, forbid_unknown_fields=True):
     fleet: FleetOptions = FleetOptions()
     links: LinkOptions = LinkOptions()
     model: LearnerOptions = ModelOptions()
+    tables: Reference | None = None
 
     def __post_init__(self) -> None:
         plugin_objects.adopt_fields(self, "simulation.")

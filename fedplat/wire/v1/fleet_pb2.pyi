@@ -458,6 +458,7 @@ class Assignment(_message.Message):
     CHECK_IN_WITH_REPORT_FIELD_NUMBER: _builtins.int
     MAX_DOWNLOADS_FIELD_NUMBER: _builtins.int
     LEAVES_OUT_RESTING_FIELD_NUMBER: _builtins.int
+    PROCEDURE_FIELD_NUMBER: _builtins.int
     token: _builtins.str
     """Secret, for this assignment only; all later calls for it send the token."""
     job_id: _builtins.str
@@ -517,6 +518,12 @@ class Assignment(_message.Message):
         an update, and takes steps instead.
         """
 
+    @_builtins.property
+    def procedure(self) -> Global___ProcedureSetup:
+        """The procedure that the client answers from its table; unset: it trains. The model is then a message of the
+        procedure, and the update has the integers of the reply.
+        """
+
     def __init__(
         self,
         *,
@@ -544,14 +551,47 @@ class Assignment(_message.Message):
         check_in_with_report: _builtins.bool = ...,
         max_downloads: _builtins.int = ...,
         leaves_out_resting: _builtins.bool = ...,
+        procedure: Global___ProcedureSetup | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "gossip_setup", b"gossip_setup", "model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "gossip_setup", b"gossip_setup", "model", b"model", "procedure", b"procedure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "blake3", b"blake3", "check_in_with_report", b"check_in_with_report", "config", b"config", "delta", b"delta", "digest_last", b"digest_last", "gossip_setup", b"gossip_setup", "heartbeat_s", b"heartbeat_s", "job_id", b"job_id", "job_name", b"job_name", "leaves_out_resting", b"leaves_out_resting", "max_downloads", b"max_downloads", "model", b"model", "model_bytes", b"model_bytes", "num_rounds", b"num_rounds", "round", b"round", "secure_setup", b"secure_setup", "task", b"task", "token", b"token", "traceparent", b"traceparent", "trainer", b"trainer", "training_timeout_s", b"training_timeout_s", "uplink", b"uplink", "upload_timeout_s", b"upload_timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "blake3", b"blake3", "check_in_with_report", b"check_in_with_report", "config", b"config", "delta", b"delta", "digest_last", b"digest_last", "gossip_setup", b"gossip_setup", "heartbeat_s", b"heartbeat_s", "job_id", b"job_id", "job_name", b"job_name", "leaves_out_resting", b"leaves_out_resting", "max_downloads", b"max_downloads", "model", b"model", "model_bytes", b"model_bytes", "num_rounds", b"num_rounds", "procedure", b"procedure", "round", b"round", "secure_setup", b"secure_setup", "task", b"task", "token", b"token", "traceparent", b"traceparent", "trainer", b"trainer", "training_timeout_s", b"training_timeout_s", "uplink", b"uplink", "upload_timeout_s", b"upload_timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Assignment: _TypeAlias = Assignment  # noqa: Y015
+
+@_typing.final
+class ProcedureSetup(_message.Message):
+    """What the server takes a client's reply for. The client computes the same from the options and the message, and answers
+    only if nothing differs.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPTIONS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    SCHEMA_DIGEST_FIELD_NUMBER: _builtins.int
+    options: _builtins.bytes
+    """The table [procedure] of the job file, as JSON such as {"kind":"means",...}."""
+    version: _builtins.int
+    """The version of the procedure (fedplat.procedures.version_of)."""
+    schema_digest: _builtins.bytes
+    """SHA-256 of the form of the replies, with their bounds and steps (fedplat.procedures.ReplySchema.digest)."""
+    def __init__(
+        self,
+        *,
+        options: _builtins.bytes = ...,
+        version: _builtins.int = ...,
+        schema_digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["options", b"options", "schema_digest", b"schema_digest", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProcedureSetup: _TypeAlias = ProcedureSetup  # noqa: Y015
 
 @_typing.final
 class ModelDelta(_message.Message):

@@ -13,7 +13,7 @@ from fedplat.rounds.states import AttemptKind
 from fedplat_server.aggregation.secure_attempts import SecureAttempts
 from fedplat_server.database.sql_clients import ClientStore
 from fedplat_server.flower.runs import FlowerRuns
-from fedplat_server.protocols import evaluation, flower_app, gossip, relay, ssp
+from fedplat_server.protocols import evaluation, flower_app, gossip, procedure, relay, ssp
 from fedplat_server.protocols.half import HalfParts, ServerHalf, StepPolls
 from fedplat_server.protocols.relay import SilenceMonitor
 from fedplat_server.protocols.secure import SecureHalf
@@ -49,6 +49,7 @@ HALVES: Mapping[str, Callable[[KindParts], ServerHalf]] = {
     "secure": lambda parts: SecureHalf(parts.common, parts.calls, parts.secure),
     "gossip": _make_gossip,
     "flower_app": lambda parts: flower_app.FlowerAppHalf(parts.common, parts.flower),
+    "procedure": lambda parts: procedure.ProcedureHalf(parts.common),
     "evaluation": lambda parts: evaluation.EvaluationHalf(parts.common),
     "warm_start": lambda parts: evaluation.WarmStartHalf(parts.common),
 }

@@ -48,6 +48,7 @@ class Order:
     upgrade: bool = False
     files_only: bool = False
     http: bool = False
+    plugins: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     crash_at: str = ""
 
     def armed(self, crash_at: str) -> Order:

@@ -9,8 +9,8 @@ import asyncio
 import contextlib
 import dataclasses
 import signal
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import grpc
 import numpy as np
@@ -86,6 +86,8 @@ class World:
 
     side = SMALL
     """That of the model."""
+    offers: ClassVar[Mapping[str, Any]] = {"codecs": CODECS}
+    """What clients state when they check in."""
 
     def __init__(self, nursery: Nursery, order: Order) -> None:
         self._nursery = nursery
@@ -123,6 +125,19 @@ class World:
     def _ended(self, status: int) -> None:
         assert status in (0, KILLED), f"the daemon ended with {status}:\n{self.log()}"
         self.statuses.append(status)
+
+    def first_model(self) -> Parameters:
+        """The initial model."""
+        return base_model(self.side)
+
+    def content(self, number: int, work: fleet_pb2.Assignment) -> bytes:
+        """What a client sends."""
+        codec = options_from_text(work.uplink) if work.uplink else None
+        return content_of(number, work.round, codec, self.side)
+
+    def num_examples(self, number: int) -> float:
+        """How many examples a client claims."""
+        return num_examples(number)
 
     def log(self) -> str:
         return self.order.log.read_text() if self.order.log.exists() else ""
@@ -171,7 +186,7 @@ async def operate(world: World, text: str) -> None:
     """Creates the job and starts it."""
 
     async def create(site: Site) -> admin_pb2.Job:
-        return await site.operator.create(text, base_model(world.side), key="the-one-job-of-all")
+        return await site.operator.create(text, world.first_model(), key="the-one-job-of-all")
 
     while not world.job:
         try:
@@ -211,14 +226,15 @@ class Member:
     async def take_part(self) -> None:
         """Works until it is cancelled."""
         while True:
-            answer = await self.ask(lambda client: client.check_in(labels={"device": str(self.number)}, codecs=CODECS))
+            answer = await self.ask(
+                lambda client: client.check_in(labels={"device": str(self.number)}, **self.world.offers)
+            )
             if not answer.HasField("assignment"):
                 continue
             work = answer.assignment
             if self.number == 0:
                 await self.ask(lambda client, work=work: client.download(work.model.digest))
-            codec = options_from_text(work.uplink) if work.uplink else None
-            content = content_of(self.number, work.round, codec, self.world.side)
+            content = self.world.content(self.number, work)
             send = {0: self._stream, 1: self._stream_by_id}.get(self.number, self._inline)
             response = await send(work, content)
             if response is not None and response.HasField("receipt"):
@@ -228,7 +244,7 @@ class Member:
 
     async def _inline(self, work: fleet_pb2.Assignment, content: bytes) -> fleet_pb2.ReportResponse:
         """The update inside its report."""
-        examples = num_examples(self.number)
+        examples = self.world.num_examples(self.number)
         while True:
             try:
                 return await self.ask(lambda client: client.report_inline(work.token, content, num_examples=examples))
@@ -245,7 +261,7 @@ class Member:
         self, work: fleet_pb2.Assignment, content: bytes, upload_id: str = ""
     ) -> fleet_pb2.ReportResponse | None:
         """The update as a stream, from where it stopped; then its report. None: the assignment is open no more."""
-        digest, examples = digest_of(content, digests.kind_of(upload_id)), num_examples(self.number)
+        digest, examples = digest_of(content, digests.kind_of(upload_id)), self.world.num_examples(self.number)
         names: dict[str, Any] = {"digest": "" if upload_id else digest, "upload_id": upload_id}
 
         async def upload(client: RawClient) -> None:

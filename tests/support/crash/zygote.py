@@ -18,6 +18,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from fedplat.config.loaded_plugins import load_plugins
 from fedplat_server import crash_points, logs
 from fedplat_server.config import ServerConfig
 from fedplat_server.daemon import Daemon, stop_on_signals
@@ -96,6 +97,7 @@ async def _serve(order: dict[str, Any]) -> None:
         webhook_networks=tuple(order["webhook_networks"]),
         blobs=order["blobs"],
         spool=order["spool"],
+        plugins=load_plugins(order["plugins"]),
         http_listen="127.0.0.1:0" if order["http"] else "",
         http_operators=order["http"],
     )

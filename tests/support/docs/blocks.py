@@ -52,6 +52,12 @@ OWN_TESTS = {
     ("docs/packed-data.md", "file"): "tests/core/packed/test_page.py::test_its_code_runs",
     ("docs/packed-data.md", "pack"): "tests/core/packed/test_page.py::test_its_code_runs",
     ("docs/packed-data.md", "train"): "tests/core/packed/test_page.py::test_its_code_runs",
+    ("docs/procedures.md", "bash"): (
+        "tests/e2e/test_procedures_page.py::test_its_five_sites_have_the_numbers_of_the_pooled_table"
+    ),
+    ("docs/procedures.md", "file"): (
+        "tests/e2e/test_procedures_page.py::test_its_five_sites_have_the_numbers_of_the_pooled_table"
+    ),
     ("docs/runbook.md", "bash"): "tests/docs/test_runbook.py::test_every_command_runs",
     ("docs/simulation.md", "bash"): "tests/e2e/test_readme.py::test_simulations",
     ("docs/simulation.md", "data"): (

@@ -51,6 +51,8 @@ _NO_TRUST: Final[dict[str, Any]] = {
     **{"trust": "none", "participation": "fixed", "noise_multiplier": 1.0, "max_releases": 99, "delta": 1e-5}
 }
 _HALF: Final = {"min_fraction": 0.5}
+_ALL: Final = {"over_selection": 1.0, "min_fraction": 1.0}
+_MEANS: Final = {"kind": "means", "columns": {"age": {"low": 0, "high": 120, "resolution": 1}}}
 _AT_DEADLINE: Final[dict[str, Any]] = {"close": "deadline"}
 
 
@@ -98,6 +100,10 @@ KINDS: Final[Mapping[str, Callable[[int], JobSpec]]] = {
         8, 2 * n, selection=_HALF, mode={"exchange": "push-sum", "topology": "exponential"}
     ),
     "gossip, ring": lambda n: silo_spec(8, 4 * n, selection=_HALF, mode={"exchange": "ring"}),
+    "procedure": lambda n: job(
+        *(5, 4 * n),
+        **{"procedure": _MEANS, "model": {"initial": ""}, "config": {}, "selection": _ALL},
+    ),
 }
 """Makes a job of each kind, of a number of rounds that grows with its argument."""
 CASES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -131,6 +137,8 @@ def decide(kind: str, size_name: str) -> tuple[Decisions, str]:
     hooks = Hooks(trace=decisions.record)
     if spec.warm_start is not None:
         result = drive(simulation, fleet, WarmTraining(), hooks)
+    elif spec.procedure is not None:
+        result = drive(simulation, fleet, StepTraining(MODEL_BYTES), hooks)
     elif spec.flower is not None:
         result = drive(simulation, fleet, DrawnTraining(3 * size, fleet.num_clients), hooks)
     else:
@@ -207,6 +215,18 @@ class DrawnTraining(WarmTraining):
         if number >= self._num_exchanges:
             return ()
         return tuple(str((7 * number + 11 * place) % self._num_clients) for place in range(5))
+
+
+class StepTraining(NoTraining):
+    """A procedure that asks the sites again until the last round."""
+
+    @override
+    def commit(self, command: Commit, job: JobState) -> AttemptAggregated | AggregationFailed:
+        outcome = super().commit(command, job)
+        assert isinstance(outcome, AttemptAggregated)
+        assert job.open_attempt is not None
+        again = command.key.round < job.spec.rounds
+        return dataclasses.replace(outcome, cohort=tuple(job.open_attempt.assignments) if again else ())
 
 
 def summarize_in_process(hash_seed: str, *sizes: str) -> str:
