@@ -2,8 +2,8 @@
 
 Read in this order: `sums.py` has the replies, integers with declared bounds and steps, and their sums; `contract.py`
 what a procedure is; `tables.py` what it reads at a site, and `groups.py` selects and groups its rows. `means.py` and
-`counts.py` are procedures, and `runs.py` runs one over tables of this process. `versions.py` has a procedure as the versions of a job. The core is pure: no clock or socket;
-only `fedplat.tables` opens files.
+`counts.py` are procedures, `runs.py` runs one over tables of this process, and `versions.py` has one as the versions of
+a job. The core is pure: no clock or socket; only `fedplat.tables` opens files.
 """
 
 from __future__ import annotations
