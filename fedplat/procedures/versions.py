@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from fedplat import texts
+from fedplat.config import toml
 from fedplat.config.decoding import prepare_type
 from fedplat.errors import ProcedureError
 from fedplat.model import Parameters
@@ -38,6 +39,11 @@ class _Summary(msgspec.Struct, frozen=True):
     sites: int
     steps: int
     result: dict[str, Any]
+
+
+def encode_options(procedure: Procedure) -> bytes:
+    """Return the table `[procedure]` of a job file as an assignment has it, in JSON."""
+    return msgspec.json.encode(toml.to_table(procedure))  # pyright: ignore[reportArgumentType] - it is a record
 
 
 def begin(procedure: Procedure) -> ProcedureVersion:

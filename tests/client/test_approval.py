@@ -17,6 +17,7 @@ from msgspec import structs
 from fedplat.codecs.container import options_to_text
 from fedplat.config.plugins import BUILTIN
 from fedplat.job import canonical_text, digest_job, digest_text, parse_job, secure
+from fedplat.procedures import versions
 from fedplat.wire.v1 import fleet_pb2, gossip_pb2, model_pb2
 from fedplat_client import Client, DataDirectoryError, Task, TrainResult
 from fedplat_client._consent import terms
@@ -41,6 +42,10 @@ NOISY = SECURE + (
     "[privacy]\ntrust = 'none'\nparticipation = 'fixed'\nnoise_multiplier = 1.0\ndelta = 1e-6\nmax_releases = 9\n"
 )
 GOSSIP = HEAD + "[selection]\ngoal = 3\n[mode]\nkind = 'gossip'\n[updates]\nweighting = 'uniform'\n"
+PROCEDURE = (
+    HEAD.partition("[model]")[0]
+    + "[selection]\ngoal = 3\n[procedure]\nkind = 'means'\ncolumns.age = {low = 0, high = 120, resolution = 1}\n"
+)
 EVALUATED = PLAIN + "[evaluation.clients]\nevaluator = 'scores'\ngoal = 1\n[compression.uplink]\ncodec = 'bf16'\n"
 
 
@@ -78,6 +83,8 @@ def assign(job: OfferedJob, **fields: Any) -> fleet_pb2.Assignment:
     if spec.gossip is not None:
         mode = spec.gossip
         assignment.gossip_setup.CopyFrom(gossip_pb2.GossipSetup(trains=True, exchange=mode.exchange, gamma=mode.gamma))
+    if spec.procedure is not None:
+        assignment.procedure.options = versions.encode_options(spec.procedure)
     assignment.MergeFrom(fleet_pb2.Assignment(**fields))
     return assignment
 
@@ -88,7 +95,8 @@ def value(scalar: bool | float | str) -> model_pb2.Value:
 
 
 @pytest.mark.parametrize(
-    "text", [PLAIN, NOISY, *(pytest.param(each, marks=pytest.mark.slow) for each in (SECURE, GOSSIP, EVALUATED))]
+    "text",
+    [PLAIN, NOISY, PROCEDURE, *(pytest.param(each, marks=pytest.mark.slow) for each in (SECURE, GOSSIP, EVALUATED))],
 )
 def test_an_honest_assignment_is_the_approved_job(text: str) -> None:
     job = job_of(text)
@@ -155,6 +163,13 @@ LIES: dict[str, tuple[str, Callable[[OfferedJob], fleet_pb2.Assignment], str]] =
     "gossip": (PLAIN, lie(lambda each: each.gossip_setup.SetInParent()), "gossip_setup: approved is None"),
     "no gossip": (GOSSIP, lie(lambda each: each.ClearField("gossip_setup")), "gossip_setup: approved is Exchange"),
     "exchange": (GOSSIP, lie(lambda each: setattr(each.gossip_setup, "exchange", "all")), "gossip_setup: approved is"),
+    "options of a procedure": (
+        PROCEDURE,
+        lie(lambda each: setattr(each.procedure, "options", b'{"kind":"means","min_rows":2}')),
+        'procedure: approved is b\'{"kind":"means","columns":{"age"',
+    ),
+    "no procedure": (PROCEDURE, lie(lambda each: each.ClearField("procedure")), "procedure: approved is b'{"),
+    "a procedure": (PLAIN, lie(lambda each: each.procedure.SetInParent()), "procedure: approved is None"),
     "digest": (PLAIN, lie(lambda each: setattr(each, "job_digest", "cd" * 32)), "job_digest: approved is"),
 }
 

@@ -20,6 +20,7 @@ from fedplat.config.plugins import Plugins
 from fedplat.errors import JobFileError, SecureAggregationError
 from fedplat.job import JobSpec, digest_text, parse_job
 from fedplat.job.terms import Exchange, derive_exchange, derive_setup, max_rounds
+from fedplat.procedures import versions
 from fedplat.secure_aggregation.setup import Setup
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client._state.approvals import OfferedFile
@@ -183,6 +184,13 @@ def _check_gossip_setup(job: OfferedJob, assignment: fleet_pb2.Assignment) -> It
     yield from _compare(derive_exchange(job.spec, assignment.round), found)
 
 
+def _check_procedure(job: OfferedJob, assignment: fleet_pb2.Assignment) -> Iterator[str]:
+    """Check the options; the client computes the form of its reply from them, and compares it and the version."""
+    procedure, found = job.spec.procedure, assignment.procedure
+    approved = versions.encode_options(procedure) if procedure is not None else None
+    yield from _compare(approved, found.options if assignment.HasField("procedure") else None)
+
+
 CHECKS: Mapping[str, Check] = {
     "job_name": _equal(lambda spec, _: spec.name, "job_name"),
     "job_digest": lambda job, assignment: _compare(job.digest, assignment.job_digest),
@@ -196,5 +204,6 @@ CHECKS: Mapping[str, Check] = {
     "leaves_out_resting": _equal(_leaves_out, "leaves_out_resting"),
     "secure_setup": _check_secure_setup,
     "gossip_setup": _check_gossip_setup,
+    "procedure": _check_procedure,
 }
 """The other fields, each with what follows from the job."""

@@ -7,14 +7,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 from typing_extensions import override
 
 from fedplat import report_validation
 from fedplat.aggregate import Rule
-from fedplat.config import toml
 from fedplat.job.tables import require_procedure
-from fedplat.procedures import ReplySchema, contract
+from fedplat.procedures import ReplySchema, contract, versions
 from fedplat.rounds import Assignment, AttemptKey, JobState, Verdict
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.aggregation import procedure
@@ -52,7 +50,7 @@ async def describe_step(job: JobState, schemas: ReplySchemas) -> fleet_pb2.Assig
     options = require_procedure(job.spec)
     schema = await schemas.of(job)
     found = fleet_pb2.ProcedureSetup(
-        options=msgspec.json.encode(toml.to_table(options)),  # pyright: ignore[reportArgumentType] - it is a record
+        options=versions.encode_options(options),
         version=contract.version_of(options),
         schema_digest=schema.digest,
     )

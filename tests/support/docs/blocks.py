@@ -21,7 +21,9 @@ OWN_TESTS = {
     ("README.md", "bash"): "tests/e2e/test_readme.py::test_one_machine",
     ("README.md", "file"): "tests/e2e/test_readme.py::test_one_machine",
     ("README.md", "python"): "tests/e2e/test_readme.py::test_the_simulation_of_the_readme",
-    ("docs/procedures.md", "file"): "tests/core/tables/test_dictionary.py::test_the_dictionary_of_the_docs_is_one",
+    ("docs/procedures.md", "file: columns.toml"): (
+        "tests/core/tables/test_dictionary.py::test_the_dictionary_of_the_docs_is_one"
+    ),
     (
         "docs/docker.md",
         "dockerfile",
