@@ -441,7 +441,7 @@ class Client:
         if any(hasattr(each, "answer") for each in self._trainers.values()):
             from fedplat.procedures import contract
 
-            features.append(contract.FEATURE)
+            features += [contract.FEATURE] if self._options.leaves_tasks else [contract.FEATURE, setup.EXACT_FEATURE]
         return ClientDescription(
             ticket=self._ticket,
             population=self._population,

@@ -40,7 +40,7 @@ COMBINES: Final[Mapping[str, frozenset[str]]] = {
     CYCLIC: _BASIC | {UPLINK, DOWNLINK, OF_CLIENTS, "durability"},
     GOSSIP: frozenset({"updates", "evaluation.every", UPLINK}),
     "flower": frozenset({"retention"}),
-    "procedure": frozenset({"retention"}),
+    "procedure": frozenset({"retention", "secure_aggregation"}),
     "secure_aggregation": _BASIC | _SERVER_RULE | {"privacy"},
     "privacy": _BASIC | _SERVER_RULE | {UPLINK, "pool"},
     "robust": _BASIC | _OPEN,

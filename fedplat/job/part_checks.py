@@ -208,6 +208,9 @@ SECURE_REASONS: Mapping[str, str] = {
 
 def list_secure_mistakes(spec: tables.JobTables, options: SecureAggregation) -> Iterator[str]:
     """Yield one line with all mistakes if the server would need the updates of single clients."""
+    if spec.procedure is not None:
+        yield from _list_exact_mistakes(spec, options)
+        return
     mistakes = [
         *_secure_updates_mistakes(spec),
         *_policy_mistakes(spec),
@@ -217,6 +220,28 @@ def list_secure_mistakes(spec: tables.JobTables, options: SecureAggregation) -> 
     ]
     if mistakes:
         yield "secure_aggregation: " + "; ".join(mistakes)
+
+
+def _list_exact_mistakes(spec: tables.JobTables, options: SecureAggregation) -> Iterator[str]:
+    """Yield one line with all mistakes of a job whose replies are integers, which need no quantizer."""
+    default = SecureAggregation()
+    mistakes = [
+        f"{key}: replies to a procedure are added in 64 bits, with the bounds that it declares; expected no such key"
+        for key in ("bits", "modulus", "metrics")
+        if getattr(options, key) != getattr(default, key)
+    ]
+    mistakes += _small_group_mistakes(spec)
+    if mistakes:
+        yield "secure_aggregation: " + "; ".join(mistakes)
+
+
+def _small_group_mistakes(spec: tables.JobTables) -> Iterator[str]:
+    goal, groups = spec.selection.goal, secure.num_groups(spec)
+    if goal // groups < MIN_GROUP:
+        yield (
+            f"selection.goal = {goal}: expected at least {MIN_GROUP} clients in each of {groups} groups, since from "
+            "the sum of two updates each client would know the other's"
+        )
 
 
 def _secure_updates_mistakes(spec: tables.JobTables) -> Iterator[str]:
@@ -252,12 +277,7 @@ def _policy_mistakes(spec: tables.JobTables) -> Iterator[str]:
 
 
 def _group_mistakes(spec: tables.JobTables, options: SecureAggregation) -> Iterator[str]:
-    goal, groups = spec.selection.goal, secure.num_groups(spec)
-    if goal // groups < MIN_GROUP:
-        yield (
-            f"selection.goal = {goal}: expected at least {MIN_GROUP} clients in each of {groups} groups, since from "
-            "the sum of two updates each client would know the other's"
-        )
+    yield from _small_group_mistakes(spec)
     most = secure.group_maximum(spec)
     if not _has_local_noise(spec) and most * (2**options.bits - 1) >= 2**options.modulus:
         yield (

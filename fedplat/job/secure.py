@@ -10,11 +10,20 @@ from fractions import Fraction
 import numpy as np
 
 from fedplat import errors, model
-from fedplat.job.tables import JobTables
+from fedplat.job.tables import JobTables, require_procedure
 from fedplat.privacy import Privacy
 from fedplat.privacy.noise import HEADROOM, fit_norm, least_sensitivity, rounded_sensitivity
+from fedplat.procedures import contract, versions
 from fedplat.secure_aggregation import encoding, messages
-from fedplat.secure_aggregation.setup import EXTRAS_LEVELS, Encoding, LocalNoise, Setup, digest_task
+from fedplat.secure_aggregation.setup import (
+    EXTRAS_LEVELS,
+    Encoding,
+    ExactEncoding,
+    ExactSetup,
+    LocalNoise,
+    Setup,
+    digest_task,
+)
 
 MAX_INFLATION = 2.0
 """Maximum factor by which rounding may increase what one client can change, and so the noise."""
@@ -31,8 +40,8 @@ def group_minimum(spec: JobTables) -> int:
 
 
 def _group_minimum_of(spec: JobTables, goal: int) -> int:
-    groups = math.ceil(goal / require_secure(spec).group)
-    return max(messages.MIN_GROUP, spec.selection.minimum_of(goal // groups))
+    size = goal // math.ceil(goal / require_secure(spec).group)
+    return max(messages.MIN_GROUP, size if spec.procedure is not None else spec.selection.minimum_of(size))
 
 
 def group_maximum(spec: JobTables) -> int:
@@ -50,6 +59,24 @@ def build_setup(spec: JobTables, job_id: str, round: int, attempt: int, model_di
         task_digest=digest_task(spec.trainer, spec.name, spec.client_config),
         options=require_secure(spec),
         encoding=build_encoding(spec, size),
+        minimum=group_minimum(spec),
+    )
+
+
+def build_exact_setup(
+    spec: JobTables, job_id: str, round: int, attempt: int, model_digest: str, encoding: ExactEncoding
+) -> ExactSetup:
+    """Return the setup of an attempt whose replies to a procedure add up exactly, in groups of `group_maximum`."""
+    procedure = require_procedure(spec)
+    task = versions.describe_task(versions.encode_options(procedure), contract.version_of(procedure))
+    return ExactSetup(
+        job_id=job_id,
+        round=round,
+        attempt=attempt,
+        model_digest=model_digest,
+        task_digest=digest_task(spec.trainer, spec.name, task),
+        options=require_secure(spec),
+        encoding=encoding,
         minimum=group_minimum(spec),
     )
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from msgspec import structs
+
 from fedplat import texts
 from fedplat.config.plugins import name_of
+from fedplat.errors import SecureAggregationError
 from fedplat.job import secure
 from fedplat.job.privacy import calibrate
 from fedplat.job.spec import JobSpec
-from fedplat.secure_aggregation.setup import Setup
+from fedplat.secure_aggregation.setup import AnySetup, ExactEncoding, ExactSetup, Setup
 
 
 def max_rounds(spec: JobSpec) -> int:
@@ -37,12 +40,28 @@ def stated_epsilon(spec: JobSpec) -> float | None:
     return spec.privacy.epsilon if spec.privacy is not None else None
 
 
-def derive_setup(spec: JobSpec, key: tuple[str, int, int], model_digest: str, size: int) -> Setup | None:
-    """Return the setup of secure aggregation of an attempt (job, round and number); None without.
+def derive_setup(
+    spec: JobSpec, key: tuple[str, int, int], model_digest: str, content: bytes
+) -> tuple[AnySetup | None, AnySetup | None]:
+    """Return the setup of secure aggregation of an attempt (job, round and number), and the one in `content`; or None.
 
-    `size` is the number of floating-point entries of an update. Raises `SecureAggregationError`.
+    What the job file does not say is as in `content`: the number of entries, and the bound of the replies to a
+    procedure. A client compares both with the model or the message. Raises `SecureAggregationError`.
     """
-    return secure.build_setup(spec, *key, model_digest, size) if spec.secure_aggregation is not None else None
+    is_secure = spec.secure_aggregation is not None
+    if spec.procedure is None:
+        found = Setup.from_bytes(content) if content else None
+        size = found.encoding.size if found is not None else 1
+        return secure.build_setup(spec, *key, model_digest, size) if is_secure else None, found
+    exact = ExactSetup.from_bytes(content) if content else None
+    if not is_secure:
+        return None, exact
+    words = exact.encoding if exact is not None else ExactEncoding(length=1, bound=1, max_clients=1)
+    try:
+        words = structs.replace(words, max_clients=secure.group_maximum(spec))
+    except ValueError as exc:
+        raise SecureAggregationError(str(exc)) from exc
+    return secure.build_exact_setup(spec, *key, model_digest, words), exact
 
 
 class Exchange(NamedTuple):

@@ -46,6 +46,15 @@ def encode_options(procedure: Procedure) -> bytes:
     return msgspec.json.encode(toml.to_table(procedure))  # pyright: ignore[reportArgumentType] - it is a record
 
 
+def describe_task(options: bytes, version: int) -> dict[str, str | int]:
+    """Return what all sites of a step have in common besides its message: the options as `encode_options` has them.
+
+    Under masks it is part of the setup that the sites sign (`digest_task`). With other options for the others, such as
+    a condition that no row meets, the sum would be the reply of one site.
+    """
+    return {"procedure": options.decode(errors="replace"), "version": version}
+
+
 def begin(procedure: Procedure) -> ProcedureVersion:
     """Return version 0: the first question. Raises `ProcedureError` for a message that no job can have."""
     return _of_step(procedure.begin())

@@ -42,6 +42,8 @@ FEATURE = f"secure_aggregation.{VERSION}"
 """The feature that a client must state to take part."""
 EXACT_VERSION = 3
 """Version of the protocol with exact sums. Those of updates keep `VERSION` and its bytes."""
+EXACT_FEATURE = f"secure_aggregation.{EXACT_VERSION}"
+"""The feature that a client must state to take part in exact sums."""
 EXTRAS_LEVELS = 2**20
 """Maximum number of steps for a unit of a weight or a metric."""
 MIN_CLIP = 1e-30

@@ -18,6 +18,7 @@ from fedplat.codecs.container import options_to_text
 from fedplat.config.plugins import BUILTIN
 from fedplat.job import canonical_text, digest_job, digest_text, parse_job, secure
 from fedplat.procedures import versions
+from fedplat.secure_aggregation.setup import ExactEncoding, ExactSetup
 from fedplat.wire.v1 import fleet_pb2, gossip_pb2, model_pb2
 from fedplat_client import Client, DataDirectoryError, Task, TrainResult
 from fedplat_client._consent import terms
@@ -46,6 +47,8 @@ PROCEDURE = (
     HEAD.partition("[model]")[0]
     + "[selection]\ngoal = 3\n[procedure]\nkind = 'means'\ncolumns.age = {low = 0, high = 120, resolution = 1}\n"
 )
+MASKED = PROCEDURE + "[secure_aggregation]\nconfirm = true\n"
+WORDS = ExactEncoding(length=4, bound=10**9, max_clients=3)
 EVALUATED = PLAIN + "[evaluation.clients]\nevaluator = 'scores'\ngoal = 1\n[compression.uplink]\ncodec = 'bf16'\n"
 
 
@@ -77,14 +80,17 @@ def assign(job: OfferedJob, **fields: Any) -> fleet_pb2.Assignment:
         uplink=options_to_text(codec) if (codec := spec.compression.uplink) is not None else "",
         job_digest=job.digest,
     )
-    if spec.secure_aggregation is not None:
+    if spec.procedure is not None:
+        assignment.procedure.options = versions.encode_options(spec.procedure)
+    if spec.secure_aggregation is not None and spec.procedure is not None:
+        words = secure.build_exact_setup(spec, "j-1", 1, 1, model.digest, WORDS)
+        assignment.secure_setup = words.to_bytes()
+    elif spec.secure_aggregation is not None:
         setup = secure.build_setup(spec, "j-1", 1, 1, model.digest, 100)
         assignment.secure_setup = setup.to_bytes()
     if spec.gossip is not None:
         mode = spec.gossip
         assignment.gossip_setup.CopyFrom(gossip_pb2.GossipSetup(trains=True, exchange=mode.exchange, gamma=mode.gamma))
-    if spec.procedure is not None:
-        assignment.procedure.options = versions.encode_options(spec.procedure)
     assignment.MergeFrom(fleet_pb2.Assignment(**fields))
     return assignment
 
@@ -96,7 +102,13 @@ def value(scalar: bool | float | str) -> model_pb2.Value:
 
 @pytest.mark.parametrize(
     "text",
-    [PLAIN, NOISY, PROCEDURE, *(pytest.param(each, marks=pytest.mark.slow) for each in (SECURE, GOSSIP, EVALUATED))],
+    [
+        PLAIN,
+        NOISY,
+        PROCEDURE,
+        MASKED,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (SECURE, GOSSIP, EVALUATED)),
+    ],
 )
 def test_an_honest_assignment_is_the_approved_job(text: str) -> None:
     job = job_of(text)
@@ -129,6 +141,10 @@ def lie_in_setup(**changes: Any) -> Callable[[OfferedJob], fleet_pb2.Assignment]
         return assign(job, secure_setup=setup.to_bytes())
 
     return make
+
+
+def exact_setup(job: OfferedJob) -> ExactSetup:
+    return ExactSetup.from_bytes(assign(job).secure_setup)
 
 
 def job_setup() -> bytes:
@@ -168,6 +184,17 @@ LIES: dict[str, tuple[str, Callable[[OfferedJob], fleet_pb2.Assignment], str]] =
         lie(lambda each: setattr(each.procedure, "options", b'{"kind":"means","min_rows":2}')),
         'procedure: approved is b\'{"kind":"means","columns":{"age"',
     ),
+    "minimum of a sum": (
+        MASKED,
+        lambda job: assign(job, secure_setup=structs.replace(exact_setup(job), minimum=2).to_bytes()),
+        "secure_setup: minimum: approved is 3, the assignment has 2",
+    ),
+    "other options for the others": (
+        MASKED,
+        lambda job: assign(job, secure_setup=structs.replace(exact_setup(job), task_digest="cd" * 32).to_bytes()),
+        "secure_setup: task_digest: approved is",
+    ),
+    "no masks of replies": (MASKED, lie(lambda each: each.ClearField("secure_setup")), "secure_setup: approved is {"),
     "no procedure": (PROCEDURE, lie(lambda each: each.ClearField("procedure")), "procedure: approved is b'{"),
     "a procedure": (PLAIN, lie(lambda each: each.procedure.SetInParent()), "procedure: approved is None"),
     "digest": (PLAIN, lie(lambda each: setattr(each, "job_digest", "cd" * 32)), "job_digest: approved is"),

@@ -8,10 +8,13 @@ from typing import Any, NoReturn
 import msgspec
 import numpy as np
 import pytest
+from msgspec import structs
 
 from fedplat.config import toml
 from fedplat.model import Parameters
-from fedplat.procedures import Means, NumericColumn, SiteTable, contract, versions
+from fedplat.procedures import Means, NumericColumn, Procedure, ReplySchema, ReplyTensor, SiteTable, contract, versions
+from fedplat.secure_aggregation.messages import SecureAggregation
+from fedplat.secure_aggregation.setup import EXACT_FEATURE, ExactSetup, digest_task
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import Client, TrainResult
 from fedplat_client._state import released
@@ -123,6 +126,36 @@ def test_data_that_does_not_fit_is_told_without_a_value(fleet: FakeFleet, make_c
         "to 120; correct the data, or declare another range"
     )
     assert trained.text.endswith("digits is a table, which only answers procedures; expected a job with [procedure]")
+
+
+def exact_setup(fleet: FakeFleet, schema: ReplySchema, job_round: int, procedure: Procedure = MEANS) -> bytes:
+    (digest,) = fleet.models
+    task = digest_task("digits", "digits", versions.describe_task(versions.encode_options(procedure), 1))
+    setup = ExactSetup("job-1", job_round, 1, digest, task, SecureAggregation(), schema.encoding(3), minimum=3)
+    return setup.to_bytes()
+
+
+def test_masks_for_other_bounds_or_options_are_refused(fleet: FakeFleet, make_client: MakeClient) -> None:
+    client = make_client()
+    client.add_trainer("digits", TableTrainer(Untouched()))
+    model = fleet.add_model(versions.begin(MEANS).model)
+    wider = ReplySchema((ReplyTensor("rows", bound=2.0**50, shape=(4,)),))
+    fleet.assign(model, procedure=setup(), secure_setup=exact_setup(fleet, wider, 1))
+    fleet.assign(model, procedure=setup(), secure_setup=b"no setup")
+    # The others would send zeros, and the sum were the reply of this client.
+    nobody = structs.replace(MEANS, where="age > 119")
+    others = exact_setup(fleet, MEANS.schema(versions.begin(MEANS).model), 3, nobody)
+    fleet.assign(model, procedure=setup(), secure_setup=others)
+    client.run(max_tasks=3)
+    assert EXACT_FEATURE in fleet.requests["CheckIn"][0].features
+    bounds, unreadable, options = fleet.requests["Fail"]
+    assert bounds.reason == unreadable.reason == options.reason == model_pb2.REASON_UNSAFE_AGGREGATION
+    assert bounds.text == (
+        "the secure aggregation is for replies of another size or other bounds than those of the procedure"
+    )
+    assert unreadable.text.startswith("the setup of the secure aggregation cannot be read")
+    assert options.text.startswith("the secure aggregation is for the task digest")
+    assert not fleet.requests["Step"]
 
 
 @pytest.mark.parametrize("option", ["require_secure_aggregation", "require_local_noise"])

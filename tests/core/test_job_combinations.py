@@ -67,6 +67,7 @@ PARTS: Mapping[str, Table] = {
 """A small job with each part, besides what the part needs."""
 TOGETHER: Mapping[frozenset[str], Table] = {
     frozenset({"privacy", "secure_aggregation"}): {"privacy": {"trust": "none", "max_releases": 9}},
+    frozenset({"procedure", "secure_aggregation"}): {"updates": {"weighting": "examples", "clip_norm": 0.0}},
     frozenset({GOSSIP, "compression.uplink"}): {"mode": {"gamma": 0.9}},
 }
 """What two parts need only together."""

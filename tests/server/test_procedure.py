@@ -71,6 +71,7 @@ def reply_of(one: fleet_pb2.Assignment, frame: Frame) -> bytes:
     return schema.write(schema.encode(means.answer(message, SiteTable(frame))))
 
 
+@pytest.mark.calm
 async def test_replies_are_added_exactly_and_the_sites_stay_the_same_after_a_restart(folder: Path) -> None:
     text, frames = procedure_job(goal=3), make_frames(3)
     async with daemons.running(folder) as site:
@@ -97,6 +98,7 @@ async def test_replies_are_added_exactly_and_the_sites_stay_the_same_after_a_res
     assert report.findings == []
 
 
+@pytest.mark.slow
 async def test_a_reply_that_does_not_fit_is_refused_and_pauses_the_job(site: Site) -> None:
     text = procedure_job(goal=1)
     job = await site.operator.start(text, first_message(text))
@@ -141,3 +143,26 @@ async def test_a_job_begins_with_the_first_message_of_its_procedure_and_nothing_
         await site.operator.create(procedure_job(HALVING))
     created = await site.operator.create(procedure_job(), first_message(procedure_job()))
     assert created.status == admin_pb2.JOB_STATUS_DRAFT
+
+
+@pytest.mark.calm
+@pytest.mark.slow
+async def test_under_masks_the_result_has_the_same_bytes(folder: Path, tmp_path: Path) -> None:
+    """And the record of each site states the masks, and over how many sites a sum is at least."""
+    frames = make_frames(4)
+    text = procedure_job(HALVING, goal=4, more="[secure_aggregation]\nconfirm = true\n")
+    loaded = load_plugins(PLUGINS)
+    async with daemons.running(folder, plugins=loaded) as site:
+        job = await site.operator.start(text, first_message(text))
+        made = [await make_client(site, tmp_path / name, frame) for name, frame in frames.items()]
+        async with at_work(made):
+            await site.operator.until(job, "job", "COMPLETED")
+        found = versions.read_result(await site.operator.model(job))
+        assert [each.num_survivors for each in await site.operator.rounds(job)] == [4, 4, 4, 4]
+        for client in made:
+            lines = list(released.read(client.released))
+            assert [line.round for line in lines] == [1, 2, 3, 4]
+            assert {(line.protection.masked, line.protection.min_clients) for line in lines} == {(True, 4)}
+    assert found == run(Halving("age", 128.0), frames)
+    report = await verify(f"sqlite:///{folder / 'fedplat.sqlite'}", folder)
+    assert report.findings == []

@@ -119,7 +119,7 @@ async def make_client(site: Site, folder: Path, frame: Frame) -> Client:
 
 @contextlib.asynccontextmanager
 async def at_work(made: Sequence[Client]) -> AsyncGenerator[None]:
-    """Each client works in a thread until the end; the event loop, and a daemon on it, goes on meanwhile."""
+    """Each client works in a thread until the end; the event loop, and a daemon on it, continues meanwhile."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(clients.at_work(made))
         try:

@@ -21,7 +21,7 @@ from fedplat.errors import JobFileError, SecureAggregationError
 from fedplat.job import JobSpec, digest_text, parse_job
 from fedplat.job.terms import Exchange, derive_exchange, derive_setup, max_rounds
 from fedplat.procedures import versions
-from fedplat.secure_aggregation.setup import Setup
+from fedplat.secure_aggregation.setup import AnySetup, Setup
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client._state.approvals import OfferedFile
 from fedplat_client._work import training
@@ -140,20 +140,18 @@ def _leaves_out(spec: JobSpec, assignment: fleet_pb2.Assignment) -> bool:
 def _check_secure_setup(job: OfferedJob, assignment: fleet_pb2.Assignment) -> Iterator[str]:
     key = (assignment.job_id, assignment.round, assignment.attempt)
     try:
-        found = Setup.from_bytes(assignment.secure_setup) if assignment.secure_setup else None
-        size = found.encoding.size if found is not None else 1  # which the client compares with the model
-        approved = derive_setup(job.spec, key, assignment.model.digest, size)
+        approved, found = derive_setup(job.spec, key, assignment.model.digest, assignment.secure_setup)
     except SecureAggregationError as exc:
         yield str(exc)
         return
     yield from _list_values(_round_noise(approved), _round_noise(found))
 
 
-def _round_noise(setup: Setup | None) -> object:
+def _round_noise(setup: AnySetup | None) -> object:
     """Return the values of a setup, of the noise seven digits: another accountant's may differ in the last ones."""
     if setup is None:
         return None
-    if (noise := setup.encoding.noise) is not None:
+    if isinstance(setup, Setup) and (noise := setup.encoding.noise) is not None:
         rounded = structs.replace(
             noise,
             scale=_round(noise.scale),

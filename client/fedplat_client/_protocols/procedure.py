@@ -7,14 +7,18 @@ version, or the bounds and steps of a reply gets none.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from fedplat.config.plugins import Plugins
 from fedplat.errors import FedplatError
 from fedplat.model import Parameters
-from fedplat.procedures import PROCEDURE, Procedure, ReplySchema, contract
+from fedplat.procedures import PROCEDURE, Procedure, ReplySchema, contract, versions
 from fedplat.procedures.sums import Integers
+from fedplat.secure_aggregation.setup import ExactSetup
 from fedplat.wire.v1 import fleet_pb2, model_pb2
+from fedplat_client._protocols import secure
 from fedplat_client._work import heartbeat, training
 from fedplat_client._work.content import Content
 from fedplat_client._work.heartbeat import AssignmentFailedError
@@ -32,20 +36,44 @@ def answer(work: AssignedWork) -> heartbeat.CheckInResult:
         )
     request = fleet_pb2.ReportRequest(token=work.assignment.token, num_examples=1)
     with work.heartbeat():
-        schema, reply = compute(work)
+        schema, reply = _compute(work, lambda schema: None)
         content = Content((memoryview(schema.write(reply)),))
         work.deliver(request, content)
     work.control.signal.check()
     return work.report(request, content)
 
 
-def compute(work: AssignedWork) -> tuple[ReplySchema, Integers]:
-    """Return the form of the reply, and the reply as integers. Raises `AssignmentFailedError` and `Cancelled`."""
+def answer_masked(work: AssignedWork) -> heartbeat.CheckInResult:
+    """Answer a message, send the reply under masks, report it, and help to remove the masks from the sum."""
+    asked = work.assignment.procedure
+    task = versions.describe_task(asked.options, asked.version)
+    exchange = secure.open_exchange(work, ExactSetup.from_bytes, task)
+    request = fleet_pb2.ReportRequest(token=work.assignment.token, num_examples=1)
+    with work.heartbeat():
+        _, reply = _compute(work, exchange.check_schema)
+        exchange.encode_reply(reply)
+        del reply
+        work.control.trained = True
+        with work.span("share"):
+            content = exchange.mask()
+        work.deliver(request, content, exchange.protection)
+    work.control.signal.check()
+    outcome = work.report(request, content)
+    del request, content  # the other sites may take long
+    return secure.finish(work, outcome, exchange)
+
+
+def _compute(work: AssignedWork, check: Callable[[ReplySchema], None]) -> tuple[ReplySchema, Integers]:
+    """Return the form of the reply, which `check` may refuse, and the reply as integers.
+
+    Raises `AssignmentFailedError` and `Cancelled`.
+    """
     procedure = read_procedure(work.assignment.procedure, work.parts.trainers.plugins)
     read = work.parts.trainers.find_table(work.assignment.trainer)
     with work.span("download"):
         message, _ = work.parts.downloader.load(work.assignment, work.control)
     schema = check_step(work, procedure, message)
+    check(schema)
     with work.span("answer"), training.guard(work.control, "the procedure cannot be answered"):
         reply = schema.encode(read(procedure, message))
     work.control.signal.check()  # after a stop, the reply does not count

@@ -33,6 +33,7 @@ def make_halves(open_silos: Callable[[], SiloWorker]) -> Mapping[str, ClientHalf
         "secure": ClientHalf(_train_secretly),
         "gossip": ClientHalf(exchange, may_be_late=True),
         "procedure": ClientHalf(_answer),
+        "secure_procedure": ClientHalf(_answer_masked),
         "evaluation": ClientHalf(averaging.evaluate),
     }
 
@@ -44,7 +45,7 @@ def name_of(assignment: fleet_pb2.Assignment) -> str:
     if assignment.task == fleet_pb2.TASK_EVALUATE:
         return "evaluation"
     if assignment.HasField("procedure"):
-        return "procedure"
+        return "secure_procedure" if assignment.secure_setup else "procedure"
     return "secure" if assignment.secure_setup else "sync"
 
 
@@ -52,6 +53,12 @@ def _answer(work: AssignedWork) -> CheckInResult:
     from fedplat_client._protocols import procedure
 
     return procedure.answer(work)
+
+
+def _answer_masked(work: AssignedWork) -> CheckInResult:
+    from fedplat_client._protocols import procedure
+
+    return procedure.answer_masked(work)
 
 
 def _train_secretly(work: AssignedWork) -> CheckInResult:

@@ -11,16 +11,14 @@ import os
 from collections.abc import Callable, Collection, Generator, Mapping
 from typing import TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
 from fedplat.client_state import ClientState
 from fedplat.errors import SecureAggregationError
 from fedplat.model import Parameters
 from fedplat.model.turns import Turn
+from fedplat.procedures.sums import Integers, ReplySchema
 from fedplat.secure_aggregation import encoding
 from fedplat.secure_aggregation.participant import Participant
-from fedplat.secure_aggregation.setup import Setup, digest_task
+from fedplat.secure_aggregation.setup import AnySetup, ExactSetup, Setup, digest_task
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client._state.released import Protection
 from fedplat_client._state.two_phase import ServedAttempts
@@ -32,7 +30,7 @@ from fedplat_client.task import Scalar, TrainResult
 
 _MAX_SETUP_BYTES = 65_536
 
-Vector: TypeAlias = npt.NDArray[np.uint32]
+ReadSetup: TypeAlias = Callable[[bytes], AnySetup]
 
 
 class SecureExchange:
@@ -43,7 +41,7 @@ class SecureExchange:
 
     def __init__(
         self,
-        setup: Setup,
+        setup: AnySetup,
         participant: Participant,
         served: ServedAttempts,
         calls: heartbeat.StepCalls,
@@ -54,16 +52,16 @@ class SecureExchange:
         self._participant = participant
         self._served = served
         self._calls = calls
-        self._vector: Vector | None = None
+        self._vector: encoding.Words | None = None
 
     @property
     def protection(self) -> Protection:
         """The masks and the noise that hide the update, by the setup that the client has accepted."""
-        setup = self._setup
-        return Protection(True, setup.minimum, setup.encoding.noise_multiplier(setup.minimum))
+        return Protection(True, self._setup.minimum, _find_noise(self._setup))
 
     def check_model(self, model: Parameters) -> None:
         """Check that the setup is for the update of this model, before the training."""
+        assert isinstance(self._setup, Setup)
         size, expected = self._setup.encoding.size, self.turn.select_uploaded(model.schema).num_floating
         if size != expected:
             raise heartbeat.AssignmentFailedError(
@@ -73,6 +71,7 @@ class SecureExchange:
 
     def encode(self, update: Parameters, result: TrainResult) -> None:
         """Encode an update with its weight and metrics; only this vector is kept of it, and only until it is masked."""
+        assert isinstance(self._setup, Setup)
         try:
             self._vector = encoding.encode(
                 self._setup.encoding, update.to_vector(), result.num_examples, result.metrics, os.urandom
@@ -81,6 +80,19 @@ class SecureExchange:
             raise heartbeat.AssignmentFailedError(
                 model_pb2.REASON_TRAINER_ERROR, f"the trainer's result cannot be encoded: {exc}"
             ) from exc
+
+    def check_schema(self, schema: ReplySchema) -> None:
+        """Check that the setup is for replies of this form, before the table is read."""
+        if self._setup.encoding != schema.encoding(self._setup.encoding.max_clients):
+            raise heartbeat.AssignmentFailedError(
+                model_pb2.REASON_UNSAFE_AGGREGATION,
+                "the secure aggregation is for replies of another size or other bounds than those of the procedure",
+            )
+
+    def encode_reply(self, reply: Integers) -> None:
+        """Keep the words of a reply until they are masked."""
+        assert isinstance(self._setup, ExactSetup)
+        self._vector = encoding.encode_exact(self._setup.encoding, reply)
 
     def mask(self) -> Content:
         """Exchange keys and shares with the other clients, and return the file with the masked vector.
@@ -131,7 +143,7 @@ def _is_input(response: fleet_pb2.StepResponse) -> bool:
 
 def train(work: AssignedWork) -> heartbeat.CheckInResult:
     """Train, send the masked update, report it, and help to remove the masks from the sum."""
-    exchange = _open_exchange(work)
+    exchange = open_exchange(work, Setup.from_bytes, training.read_config(work.assignment))
     request = fleet_pb2.ReportRequest(token=work.assignment.token, num_examples=1)  # the number of examples is masked
     with work.heartbeat():
         client_state = _encode(work, exchange)
@@ -141,8 +153,13 @@ def train(work: AssignedWork) -> heartbeat.CheckInResult:
         work.send(request, content, client_state, exchange.protection)
     work.control.signal.check()
     outcome = work.report(request, content)
+    del request, content  # the update is at the server; the other clients may take long
+    return finish(work, outcome, exchange)
+
+
+def finish(work: AssignedWork, outcome: heartbeat.CheckInResult, exchange: SecureExchange) -> heartbeat.CheckInResult:
+    """Help to remove the masks from the sum, if the report was accepted. The caller keeps nothing that was masked."""
     if not outcome.failed:
-        del request, content  # the update is at the server; the other clients may take long
         with work.span("unmask"), work.stoppable():
             exchange.unmask()
     return outcome
@@ -157,8 +174,10 @@ def _encode(work: AssignedWork, exchange: SecureExchange) -> ClientState:
     return trained.client_state
 
 
-def _open_exchange(work: AssignedWork) -> SecureExchange:
-    """Return the client's part in the secure aggregation of a training.
+def open_exchange(work: AssignedWork, read: ReadSetup, config: Mapping[str, Scalar]) -> SecureExchange:
+    """Return the client's part in the secure aggregation of an attempt, whose setup `read` decodes.
+
+    `config` is what the setup has to name as that of all clients.
 
     Raises `AssignmentFailedError` if the client's owner does not allow the assignment, or if the client has sent keys
     for this attempt before.
@@ -166,7 +185,7 @@ def _open_exchange(work: AssignedWork) -> SecureExchange:
     assignment, parts = work.assignment, work.parts
     options, key = work.options, parts.key
     with _unsafe_messages():
-        setup = _read_setup(assignment, training.read_config(assignment))
+        setup = _read_setup(assignment, config, read)
         _check_limits(setup, options)
         participant = Participant(setup, key.public, key.sign, options.secure_limits(key.public))
     _require_first(setup, parts.served.is_new)
@@ -174,7 +193,7 @@ def _open_exchange(work: AssignedWork) -> SecureExchange:
     return SecureExchange(setup, participant, parts.served, calls, training.read_turn(assignment))
 
 
-def _require_first(setup: Setup, is_first: Callable[[str, int, int], bool]) -> None:
+def _require_first(setup: AnySetup, is_first: Callable[[str, int, int], bool]) -> None:
     """Raise `AssignmentFailedError` unless the client takes part in an attempt for the first time.
 
     With other secrets, the server would get a second sum; and those of the first time are lost.
@@ -193,14 +212,14 @@ def _require_first(setup: Setup, is_first: Callable[[str, int, int], bool]) -> N
     )
 
 
-def _read_setup(assignment: fleet_pb2.Assignment, config: Mapping[str, Scalar]) -> Setup:
+def _read_setup(assignment: fleet_pb2.Assignment, config: Mapping[str, Scalar], read: ReadSetup) -> AnySetup:
     """Decode the setup of an assignment, and check that it is for the assignment."""
     if len(assignment.secure_setup) > _MAX_SETUP_BYTES:
         raise SecureAggregationError(
             f"the setup of the secure aggregation has {len(assignment.secure_setup)} bytes; "
             f"expected at most {_MAX_SETUP_BYTES}"
         )
-    setup = Setup.from_bytes(assignment.secure_setup)
+    setup = read(assignment.secure_setup)
     for name, value, expected in (
         ("job", setup.job_id, assignment.job_id),
         ("round", setup.round, assignment.round),
@@ -212,23 +231,29 @@ def _read_setup(assignment: fleet_pb2.Assignment, config: Mapping[str, Scalar]) 
             raise SecureAggregationError(
                 f"the secure aggregation is for the {name} {value!r}; the assignment is for {expected!r}"
             )
-    _check_encoding(setup)
+    if isinstance(setup, Setup):
+        _check_encoding(setup)
     return setup
 
 
-def _check_limits(setup: Setup, options: ClientOptions) -> None:
+def _find_noise(setup: AnySetup) -> float:
+    """Return the noise multiplier of the smallest sum: 0 if clients add none."""
+    return setup.encoding.noise_multiplier(setup.minimum) if isinstance(setup, Setup) else 0.0
+
+
+def _check_limits(setup: AnySetup, options: ClientOptions) -> None:
     """Check a setup against the limits of the client's owner that are not those of `Participant`."""
     if setup.minimum < options.min_secure_clients:
         raise SecureAggregationError(
             f"the job unmasks sums of {setup.minimum} clients; the owner of this client requires at least "
             f"{options.min_secure_clients}: raise min_fraction or the goal in [selection]"
         )
-    if options.requires_noise and setup.encoding.noise is None:
+    if options.requires_noise and not (isinstance(setup, Setup) and setup.encoding.noise is not None):
         raise SecureAggregationError(
             "the owner of this client allows only updates to which the client adds noise; "
             'the job needs [privacy] trust = "none"'
         )
-    multiplier = setup.encoding.noise_multiplier(setup.minimum)
+    multiplier = _find_noise(setup)
     if multiplier < options.min_local_noise_multiplier:
         raise SecureAggregationError(
             f"the noise multiplier of a sum of {setup.minimum} clients is {multiplier:.4g}; the owner of this client "

@@ -206,7 +206,7 @@ def training_name(spec: JobSpec) -> str:
     if spec.flower is not None:
         return "flower_app"
     if spec.procedure is not None:
-        return "procedure"
+        return "procedure" if spec.secure_aggregation is None else "secure_procedure"
     name = "secure" if spec.secure_aggregation is not None else str(spec.mode.__struct_config__.tag)
     return f"private {name}" if spec.privacy is not None else name
 

@@ -8,6 +8,7 @@ pauses while one is away, or if one cannot answer; a retry asks the same sites f
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import msgspec
 from msgspec import Struct, structs
@@ -15,6 +16,7 @@ from msgspec import Struct, structs
 from fedplat import texts
 from fedplat.config.decoding import prepare_type
 from fedplat.job import JobSpec
+from fedplat.job.secure import group_minimum
 from fedplat.job.tables import require_procedure
 from fedplat.model import Parameters
 from fedplat.procedures import contract, versions
@@ -25,7 +27,9 @@ from fedplat.rounds.events import AttemptAggregated, CandidatesDrawn
 from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat.rounds.protocols.averaging import AVERAGING
 from fedplat.rounds.protocols.base import AttemptSizes, RoundProtocol, register
+from fedplat.rounds.protocols.secure import SECURE
 from fedplat.rounds.records import Assignment, Attempt, JobState
+from fedplat.secure_aggregation import setup
 
 _MAX_NAMED = 10
 _NO_ROLLBACK = "cannot roll back a procedure, whose steps follow from each other; submit a new job instead"
@@ -75,9 +79,16 @@ def _describe_cohort(spec: JobSpec) -> str:
     return f"the same {texts.format_count(spec.selection.goal, 'site')} in each"
 
 
-def _list_disclosures(spec: JobSpec) -> list[str]:
+def _list_plain(spec: JobSpec) -> list[str]:
     """Return what leaves a site, and who sees it."""
     seen = "the server sees these numbers of each site, and operators see the result"
+    return [*map(str, require_procedure(spec).disclosures()), seen]
+
+
+def _list_masked(spec: JobSpec) -> list[str]:
+    """Return what leaves a site, and who sees it."""
+    fewest = group_minimum(spec)
+    seen = f"the server sees only sums of these numbers over {fewest} sites or more, and operators see the result"
     return [*map(str, require_procedure(spec).disclosures()), seen]
 
 
@@ -115,7 +126,9 @@ def _count_candidates(job: JobState, attempt: Attempt, event: CandidatesDrawn) -
     return len(event.client_ids), attempt.minimum
 
 
-def wrap(inner: RoundProtocol, name: str) -> RoundProtocol:
+def wrap(
+    inner: RoundProtocol, name: str, features: frozenset[str], list_disclosures: Callable[[JobSpec], list[str]]
+) -> RoundProtocol:
     """Return the protocol of jobs whose replies are added up as the updates of `inner`, always of the same sites."""
 
     def begin(job: JobState, context: Context) -> Transition | None:
@@ -131,16 +144,12 @@ def wrap(inner: RoundProtocol, name: str) -> RoundProtocol:
         wanted, cohort = inner.demand(job, attempt), state_of(job).cohort
         return dataclasses.replace(wanted, cohort=frozenset(cohort)) if wanted is not None and cohort else wanted
 
+    def advance(job: JobState, attempt: Attempt, context: Context) -> Transition | None:
+        after = inner.advance(job, attempt, context)
+        return _pause_if_lasting(after) if after is not None else None
+
     def on_ended(job: JobState, ended: Assignment, context: Context) -> Transition:
-        """Pause at once if a site cannot answer: it would not another time."""
-        after = inner.on_ended(job, ended, context)
-        found = job.find(ended.key, ended.client_id)
-        if found is None or found.reason not in pacing.LASTING or after.job.open_attempt is not None:
-            return after
-        cause = _explain(job, found)
-        return _pause(
-            after, f"step {ended.key.round} failed: {cause}; remove the cause and resume the job, or cancel it"
-        )
+        return _pause_if_lasting(inner.on_ended(job, ended, context))
 
     def on_committed(job: JobState, event: AttemptAggregated) -> Transition:
         after = inner.on_committed(job, event)
@@ -151,28 +160,39 @@ def wrap(inner: RoundProtocol, name: str) -> RoundProtocol:
         inner,
         name=name,
         has_rule=False,
-        features=inner.features | {contract.FEATURE},
+        features=features,
         write_state=_write_state,
         read_state=_read_state,
         first_model=_first_model,
         describe_cohort=_describe_cohort,
-        list_disclosures=_list_disclosures,
+        list_disclosures=list_disclosures,
         begin=begin,
         sizes=_size,
         demand=demand,
         num_needed=_count_needed,
         count_candidates=_count_candidates,
         on_drawn=_on_drawn,
+        advance=advance,
         on_ended=on_ended,
         on_committed=on_committed,
         refuse_rollback=_refuse_rollback,
     )
 
 
-def _explain(job: JobState, ended: Assignment) -> str:
-    """Return why a site has ended its work, with its name if the operator may see it."""
-    text = pacing.explain(ended)
-    return f"client {ended.client_id}: {text}" if disclosure_of(job.spec).shows_clients else text
+def _pause_if_lasting(after: Transition) -> Transition:
+    """Pause the job at once if its attempt has failed because a site cannot answer: it would not another time."""
+    attempt = after.job.attempt
+    if attempt is None or attempt.phase is not states.AttemptPhase.ABANDONED:
+        return after
+    cause = next((each for each in attempt.assignments.values() if each.reason in pacing.LASTING), None)
+    if cause is None:
+        return after
+    text = pacing.explain(cause)
+    text = f"client {cause.client_id}: {text}" if disclosure_of(after.job.spec).shows_clients else text
+    return _pause(after, f"step {attempt.key.round} failed: {text}; remove the cause and resume the job, or cancel it")
 
 
-PROCEDURE = register(wrap(AVERAGING, "procedure"))
+PROCEDURE = register(wrap(AVERAGING, "procedure", frozenset({contract.FEATURE}), _list_plain))
+SECURE_PROCEDURE = register(
+    wrap(SECURE, "secure_procedure", frozenset({contract.FEATURE, setup.EXACT_FEATURE}), _list_masked)
+)

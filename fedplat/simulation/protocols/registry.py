@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from fedplat import job, model
+from fedplat import errors, job, model
 from fedplat.rounds.protocols.base import find_training, training_name
 from fedplat.rounds.states import AttemptKind
 from fedplat.simulation.clients import Fleet
@@ -60,6 +60,13 @@ def _answer(simulation: Simulation) -> ProcedureAnswers | None:
     return None if simulation.tables is None else ProcedureAnswers(simulation.spec, simulation.tables)
 
 
+def _refuse_masks(spec: job.JobSpec, fleet: Fleet, links: LinkOptions) -> None:
+    raise errors.JobFileError(
+        "secure_aggregation: a procedure is simulated without it, since its sums and its result are the same; leave "
+        "the table out"
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimulatedKind:
     """A kind of job in a simulation: what its clients do over time.
@@ -85,6 +92,7 @@ KINDS: Mapping[str, SimulatedKind] = {
     "flower_app": _AVERAGING,
     "cyclic": _AVERAGING,
     "procedure": SimulatedKind(answer=_answer),
+    "secure_procedure": SimulatedKind(answer=_answer, check=_refuse_masks),
     "buffered": _BUFFERED,
     "ssp": _BUFFERED,
     "secure": _SECURE,

@@ -6,7 +6,8 @@ import asyncio
 import dataclasses
 import itertools
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from fedplat.job.secure import build_setup
 from fedplat.model import ModelFile
@@ -23,13 +24,15 @@ from fedplat.secure_aggregation.messages import (
     Survivors,
     UnmaskAnswer,
 )
-from fedplat.secure_aggregation.setup import Graph, Setup
+from fedplat.secure_aggregation.setup import AnySetup, Graph
 from fedplat_server import logs, retries
 from fedplat_server.database import sql_audit, sql_clients
 from fedplat_server.errors import StoreUnavailableError
 from fedplat_server.records.audit import SERVER, AuditAction, AuditEntry, AuditFilter
 from fedplat_server.storage.blobs import BlobStore
 
+BuildSetup = Callable[[JobState, AttemptKey, Path], AnySetup]
+"""A function that returns the setup of an attempt that begins with the version in a file. Blocks."""
 MAX_REMEMBERED = 256
 """Attempts, at most one of each job, whose setups and rosters are kept in memory."""
 _PHASES = (
@@ -44,6 +47,12 @@ _PHASES = (
 )
 
 
+def build_of_updates(job: JobState, key: AttemptKey, base: Path) -> AnySetup:
+    """Return the setup of an attempt whose clients send updates of a model."""
+    size = job.spec.turn(key.round).select_uploaded(ModelFile.open(base).schema).num_floating
+    return build_setup(job.spec, key.job_id, key.round, key.number, job.latest.digest, size)
+
+
 def has_begun(attempt: Attempt, phase: AttemptPhase) -> bool:
     """Return whether a secure attempt is in a phase or in a later one; an abandoned attempt is in none."""
     return attempt.phase in _PHASES and _PHASES.index(attempt.phase) >= _PHASES.index(phase)
@@ -55,7 +64,7 @@ class RosterGroup:
     What is computed from an attempt is fixed by the phase that the caller waits for, and so computed once.
     """
 
-    def __init__(self, setup: Setup, members: Sequence[Member]) -> None:
+    def __init__(self, setup: AnySetup, members: Sequence[Member]) -> None:
         self.setup = setup
         self.members = tuple(members)
         self.graph = Graph.of(setup.options, len(members))
@@ -123,21 +132,32 @@ class _SecureAttempt:
     """What is known of one attempt; its groups since the roster is closed."""
 
     key: AttemptKey
-    setup: Setup
+    setup: AnySetup
     groups: Sequence[RosterGroup] | None = None
 
 
 class SecureAttempts:
-    """The secure aggregations of all jobs, each with the attempt that it is in."""
+    """The secure aggregations of jobs, each with the attempt that it is in; `build` makes their setups."""
 
-    def __init__(self, blobs: BlobStore, clients: sql_clients.ClientStore, audit: sql_audit.AuditStore) -> None:
+    def __init__(
+        self,
+        blobs: BlobStore,
+        clients: sql_clients.ClientStore,
+        audit: sql_audit.AuditStore,
+        build: BuildSetup = build_of_updates,
+    ) -> None:
+        self._build = build
         self._blobs = blobs
         self._clients = clients
         self._audit = audit
         self._attempts: OrderedDict[str, _SecureAttempt] = OrderedDict()
         self._lock = asyncio.Lock()
 
-    async def setup(self, job: JobState, key: AttemptKey) -> Setup:
+    def with_setups(self, build: BuildSetup) -> SecureAttempts:
+        """Return those of jobs with other setups."""
+        return SecureAttempts(self._blobs, self._clients, self._audit, build)
+
+    async def setup(self, job: JobState, key: AttemptKey) -> AnySetup:
         """Return the setup of an open attempt, which starts from the job's latest version."""
         return (await self._find(job, key)).setup
 
@@ -171,14 +191,12 @@ class SecureAttempts:
         found = self._attempts.get(key.job_id)
         if found is not None and found.key == key:
             return found
-        base = job.latest
-        async with self._blobs.local(base.digest) as (path,):
-            model = await asyncio.to_thread(ModelFile.open, path)
-        size = job.spec.turn(key.round).select_uploaded(model.schema).num_floating
+        async with self._blobs.local(job.latest.digest) as (path,):
+            setup = await asyncio.to_thread(self._build, job, key, path)
         latest = self._attempts.get(key.job_id)
         if latest is not None and latest.key == key:  # another call was faster
             return latest
-        made = _SecureAttempt(key, build_setup(job.spec, key.job_id, key.round, key.number, base.digest, size))
+        made = _SecureAttempt(key, setup)
         if latest is None or latest.key < key:
             self._attempts[key.job_id] = made
             self._attempts.move_to_end(key.job_id)
@@ -186,7 +204,7 @@ class SecureAttempts:
                 self._attempts.popitem(last=False)
         return made
 
-    async def _make_group(self, setup: Setup, assignments: Sequence[Assignment]) -> RosterGroup:
+    async def _make_group(self, setup: AnySetup, assignments: Sequence[Assignment]) -> RosterGroup:
         # Revoked clients are members, too: the roster stays as it was sent.
         records = await self._clients.find_clients([each.client_id for each in assignments])
         members: list[Member] = []

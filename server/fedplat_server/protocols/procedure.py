@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from typing_extensions import override
 
 from fedplat import report_validation
 from fedplat.aggregate import Rule
+from fedplat.job.secure import build_exact_setup, group_maximum
 from fedplat.job.tables import require_procedure
-from fedplat.procedures import ReplySchema, contract, versions
+from fedplat.procedures import ExactSum, ReplySchema, ReplyTotals, contract, versions
 from fedplat.rounds import Assignment, AttemptKey, JobState, Verdict
+from fedplat.secure_aggregation import encoding
+from fedplat.secure_aggregation.setup import AnySetup, ExactEncoding
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.aggregation import procedure
-from fedplat_server.protocols.half import HalfParts, ServerHalf, Validate
+from fedplat_server.aggregation.backend import Aggregate, run_to_the_end
+from fedplat_server.aggregation.secure_attempts import SecureAttempts
+from fedplat_server.protocols.half import HalfParts, ServerHalf, StepPolls, Validate
+from fedplat_server.protocols.secure import GroupSum, MaskedAggregation, SecureHalf, UnmaskedSums
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.workers.task_inputs import AttemptInputs
 
@@ -94,3 +100,51 @@ class ProcedureHalf(ServerHalf):
         self, job: JobState, find_job: Callable[[], JobState], inputs: AttemptInputs, blobs: BlobStore
     ) -> procedure.ProcedureAggregation:
         return procedure.ProcedureAggregation(find_job, inputs, blobs)
+
+
+def _build_setup(job: JobState, key: AttemptKey, message: Path) -> AnySetup:
+    schema = procedure.find_schema(job.spec, message)
+    words = schema.encoding(group_maximum(job.spec))
+    return build_exact_setup(job.spec, key.job_id, key.round, key.number, job.latest.digest, words)
+
+
+class SecureProcedureHalf(SecureHalf):
+    """Jobs with a procedure and secure aggregation: the server gets the sums of replies only."""
+
+    def __init__(self, parts: HalfParts, calls: StepPolls, attempts: SecureAttempts) -> None:
+        super().__init__(parts, calls, attempts.with_setups(_build_setup))
+        self._schemas = ReplySchemas(parts.blobs)
+
+    @override
+    async def set_up(self, job: JobState, key: AttemptKey) -> fleet_pb2.Assignment:
+        assignment = await describe_step(job, self._schemas)
+        assignment.MergeFrom(await super().set_up(job, key))
+        return assignment
+
+    @override
+    def open_backend(
+        self, job: JobState, find_job: Callable[[], JobState], inputs: AttemptInputs, blobs: BlobStore
+    ) -> MaskedAggregation:
+        return MaskedAggregation(find_job, self._secure, _ReplySums(inputs, blobs))
+
+
+class _ReplySums(UnmaskedSums):
+    """Sums of replies: the procedure makes the next version of them."""
+
+    def __init__(self, inputs: AttemptInputs, blobs: BlobStore) -> None:
+        self._inputs, self._blobs = inputs, blobs
+
+    @override
+    async def commit(self, job: JobState, sums: Sequence[GroupSum], draft: Path | None) -> Aggregate:
+        return await run_to_the_end(self._commit, job, sums)
+
+    def _commit(self, job: JobState, sums: Sequence[GroupSum]) -> Aggregate:
+        schema = procedure.find_schema(self._inputs.spec, Path(self._inputs.base_path))
+        total = ExactSum(schema)
+        for each in sums:
+            assert isinstance(each.setup.encoding, ExactEncoding)
+            integers = encoding.decode_exact(each.setup.encoding, each.total, each.num_survivors)
+            total.merge(ReplyTotals(schema, integers, each.num_survivors))
+        assert job.open_attempt is not None
+        clients = tuple(each.client_id for each in job.open_attempt.reported)
+        return procedure.make_aggregate(job, self._inputs, self._blobs, total.totals, clients)

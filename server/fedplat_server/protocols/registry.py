@@ -50,6 +50,7 @@ HALVES: Mapping[str, Callable[[KindParts], ServerHalf]] = {
     "gossip": _make_gossip,
     "flower_app": lambda parts: flower_app.FlowerAppHalf(parts.common, parts.flower),
     "procedure": lambda parts: procedure.ProcedureHalf(parts.common),
+    "secure_procedure": lambda parts: procedure.SecureProcedureHalf(parts.common, parts.calls, parts.secure),
     "evaluation": lambda parts: evaluation.EvaluationHalf(parts.common),
     "warm_start": lambda parts: evaluation.WarmStartHalf(parts.common),
 }

@@ -19,10 +19,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 from typing_extensions import override
 
 from fedplat import model, report_validation
@@ -37,7 +36,14 @@ from fedplat.rounds.events import KeysAdvertised, MasksAnswered, SharesSent, Sur
 from fedplat.rounds.states import AssignmentState, AttemptPhase, Reason
 from fedplat.secure_aggregation import encoding, messages, unmasking
 from fedplat.secure_aggregation.encoding import Decoded
-from fedplat.secure_aggregation.messages import Confirmation, KeyAdvertisement, SealedShares, UnmaskAnswer
+from fedplat.secure_aggregation.messages import (
+    Confirmation,
+    KeyAdvertisement,
+    SealedShares,
+    UnmaskAnswer,
+    word_of,
+)
+from fedplat.secure_aggregation.setup import AnySetup, Encoding
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server import errors, logs, retries
 from fedplat_server.aggregation import backend
@@ -126,7 +132,7 @@ class SecureHalf(StepsHalf[fleet_pb2.SecureMessage]):
     def open_backend(
         self, job: JobState, find_job: Callable[[], JobState], inputs: AttemptInputs, blobs: BlobStore
     ) -> MaskedAggregation:
-        return MaskedAggregation(find_job, inputs, blobs, self._secure)
+        return MaskedAggregation(find_job, self._secure, UpdateSums(inputs, blobs))
 
     @override
     def _read(
@@ -251,15 +257,62 @@ def _refuse_ended(assignment: Assignment) -> fleet_pb2.StepResponse:
 class _MaskedSum(NamedTuple):
     """The sum of the masked updates of a group, modulo 2^modulus, and the positions of the clients that are in it."""
 
-    total: npt.NDArray[np.uint32]
+    total: encoding.Words
     positions: set[int]
 
 
-class _Unmasked(NamedTuple):
-    """The sum of a group without masks, and the clients that gave wrong shares."""
+class GroupSum(NamedTuple):
+    """The sum of a group without masks, still encoded, and the clients that gave wrong shares."""
 
-    decoded: Decoded
+    setup: AnySetup
+    total: encoding.Words
+    num_survivors: int
     wrong: Sequence[str]
+
+
+class UnmaskedSums(Protocol):
+    """What becomes of the sums of all groups."""
+
+    async def commit(self, job: JobState, sums: Sequence[GroupSum], draft: Path | None) -> Aggregate:
+        """Decode the sums, and make the next version of them. Raises as `AggregationBackend.commit`."""
+        ...
+
+    async def close(self) -> None:
+        """Release what is left."""
+
+
+class UpdateSums(UnmaskedSums):
+    """Sums of updates: the mean of all groups is one update for the job's rule."""
+
+    def __init__(self, inputs: AttemptInputs, blobs: BlobStore) -> None:
+        self._inputs, self._local = inputs, LocalAggregation(inputs, blobs)
+
+    @override
+    async def commit(self, job: JobState, sums: Sequence[GroupSum], draft: Path | None) -> Aggregate:
+        result = await backend.run_to_the_end(self._fold_mean, sums)
+        aggregate = await self._local.commit(draft)
+        return dataclasses.replace(
+            aggregate, num_updates=result.num_survivors, total_weight=result.weight, published=result.metrics
+        )
+
+    @override
+    async def close(self) -> None:
+        await self._local.close()
+
+    def _fold_mean(self, sums: Sequence[GroupSum]) -> Decoded:
+        """Give the mean of all updates to the job's rule, as one update of weight 1; return their sum."""
+        result = functools.reduce(encoding.merge, map(self._decode, sums))
+        base = model.ModelFile.open(self._inputs.base_path)
+        spec = self._inputs.spec
+        uploaded = spec.turn(self._inputs.round).select_uploaded(base.schema)
+        mean = spread_vector(mean_update(spec, result), uploaded, base.schema)
+        self._local.fold_values(VectorValues(base, mean), Contribution(1.0))
+        return result
+
+    @staticmethod
+    def _decode(each: GroupSum) -> Decoded:
+        assert isinstance(each.setup.encoding, Encoding)
+        return encoding.decode(each.setup.encoding, each.total.view(np.uint32), each.num_survivors)
 
 
 class MaskedAggregation(AggregationBackend):
@@ -268,13 +321,10 @@ class MaskedAggregation(AggregationBackend):
     `find_job` returns the job as it is when the attempt commits: with the answers of the clients.
     """
 
-    def __init__(
-        self, find_job: Callable[[], JobState], inputs: AttemptInputs, blobs: BlobStore, secure: SecureAttempts
-    ) -> None:
+    def __init__(self, find_job: Callable[[], JobState], secure: SecureAttempts, unmasked: UnmaskedSums) -> None:
         self._find_job = find_job
-        self._inputs = inputs
         self._secure = secure
-        self._local = LocalAggregation(inputs, blobs)
+        self._unmasked = unmasked
         self._sums: dict[int, _MaskedSum] = {}
 
     @property
@@ -294,7 +344,8 @@ class MaskedAggregation(AggregationBackend):
         assert part is not None
         setup = await self._secure.setup(job, job.open_attempt.key)
         if part.group not in self._sums:
-            self._sums[part.group] = _MaskedSum(np.zeros(setup.encoding.length, np.uint32), set())
+            word = word_of(setup.encoding.modulus)
+            self._sums[part.group] = _MaskedSum(np.zeros(setup.encoding.length, word), set())
         masked = self._sums[part.group]
         await backend.run_to_the_end(encoding.add_file, Path(update.path), setup, masked.total)
         masked.positions.add(part.position)
@@ -310,23 +361,18 @@ class MaskedAggregation(AggregationBackend):
         unmasked = await backend.run_to_the_end(self._unmask, attempt, groups)
         logs.get().info(
             "the masks of all groups were removed",
-            survivors=[each.decoded.num_survivors for each in unmasked],
+            survivors=[each.num_survivors for each in unmasked],
             seconds=round(time.perf_counter() - started, 3),
         )
         if wrong := [client_id for each in unmasked for client_id in each.wrong]:
             await self._secure.note_wrong_shares(attempt.key, wrong)
-        result = functools.reduce(encoding.merge, [each.decoded for each in unmasked])
-        await backend.run_to_the_end(self._fold_mean, result)
-        aggregate = await self._local.commit(draft)
-        return dataclasses.replace(
-            aggregate, num_updates=result.num_survivors, total_weight=result.weight, published=result.metrics
-        )
+        return await self._unmasked.commit(job, unmasked, draft)
 
     @override
     async def close(self) -> None:
-        await self._local.close()
+        await self._unmasked.close()
 
-    def _unmask(self, attempt: Attempt, groups: Sequence[RosterGroup]) -> list[_Unmasked]:
+    def _unmask(self, attempt: Attempt, groups: Sequence[RosterGroup]) -> list[GroupSum]:
         """Remove the masks of all groups, on all cores."""
         num_cores = len(os.sched_getaffinity(0))
         num_threads = min(len(groups), num_cores)
@@ -334,7 +380,7 @@ class MaskedAggregation(AggregationBackend):
         with ThreadPoolExecutor(num_threads, "unmask") as threads:
             return list(threads.map(unmask, range(len(groups))))
 
-    def _unmask_group(self, attempt: Attempt, groups: Sequence[RosterGroup], workers: int, number: int) -> _Unmasked:
+    def _unmask_group(self, attempt: Attempt, groups: Sequence[RosterGroup], workers: int, number: int) -> GroupSum:
         group, masked = groups[number], self._sums.get(number)
         survivors = group.survivors(attempt)
         setup, num_survivors = group.setup, len(survivors.survivors)
@@ -347,13 +393,5 @@ class MaskedAggregation(AggregationBackend):
         wrong = unmasking.remove_masks(
             setup, group.members, group.sent_shares(attempt), survivors, group.answers(attempt), masked.total, workers
         )
-        decoded = encoding.decode(setup.encoding, masked.total, num_survivors)
-        return _Unmasked(decoded, [group.members[position].client_id for position in sorted(wrong)])
-
-    def _fold_mean(self, result: Decoded) -> None:
-        """Give the mean of all updates to the job's rule, as one update of weight 1."""
-        base = model.ModelFile.open(self._inputs.base_path)
-        spec = self._inputs.spec
-        uploaded = spec.turn(self._inputs.round).select_uploaded(base.schema)
-        mean = spread_vector(mean_update(spec, result), uploaded, base.schema)
-        self._local.fold_values(VectorValues(base, mean), Contribution(1.0))
+        culprits = [group.members[position].client_id for position in sorted(wrong)]
+        return GroupSum(setup, masked.total, num_survivors, culprits)

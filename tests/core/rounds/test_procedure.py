@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -19,23 +21,25 @@ from fedplat.rounds.events import (
 from fedplat.rounds.protocols.base import training_of
 from fedplat.rounds.protocols.procedure import ProcedureState
 from fedplat.rounds.states import AttemptPhase, JobStatus, Reason
+from fedplat.secure_aggregation.setup import EXACT_FEATURE
 from support.rounds.driver import Driver, assigned, commands_of, make_aggregated, make_client, make_job, make_spec
 
 MEANS = {"kind": "means", "columns": {"age": {"low": 0, "high": 120, "resolution": 1}}}
 SITES = ("a", "b", "c")
+FEATURES = frozenset({FEATURE, EXACT_FEATURE})
 
 
-def make(rounds: int = 3) -> Driver:
+def make(rounds: int = 3, **sections: Any) -> Driver:
     selection = {"goal": 3, "over_selection": 1.0, "min_fraction": 1.0}
     fields = {"procedure": MEANS, "model": {}, "selection": selection, "retry": {"base_s": 1.0}}
-    spec = make_spec(3, rounds, **fields)
+    spec = make_spec(3, rounds, **fields, **sections)
     driver = Driver(make_job(spec=spec))
     driver.do(OperatorCommand("j", JobAction.START))
     return driver
 
 
 def arrive(driver: Driver, *sites: str) -> list[str]:
-    return assigned(driver.do(*(make_client(site, features=frozenset({FEATURE})) for site in sites)))
+    return assigned(driver.do(*(make_client(site, features=FEATURES) for site in sites)))
 
 
 def finish_step(driver: Driver, cohort: tuple[str, ...] = SITES) -> None:
@@ -98,6 +102,20 @@ def test_a_site_that_cannot_answer_pauses_the_job_at_once(reason: Reason) -> Non
         f"step 1 failed: client b: {reason}: the table has no column 'age'; remove the cause and resume the job, or "
         "cancel it"
     )
+
+
+def test_under_masks_a_site_that_cannot_answer_pauses_the_job_and_a_late_one_does_not() -> None:
+    driver = make(secure_aggregation={})
+    assert sorted(arrive(driver, *SITES)) == [*SITES]
+    assert (driver.attempt.phase, driver.attempt.minimum) == (AttemptPhase.ADVERTISING, 3)
+    driver.wait(100.0)
+    assert (driver.attempt.phase, driver.job.status) == (AttemptPhase.ABANDONED, JobStatus.RUNNING)
+    driver.wait(2.0)
+    assert sorted(arrive(driver, *SITES, "d")) == [*SITES]
+    driver.do(AssignmentFailed(driver.key, "b", Reason.TRAINER_ERROR, "the table has no column 'age'"))
+    driver.wait(100.0)
+    assert driver.job.status is JobStatus.PAUSED
+    assert "step 1 failed: client b: TRAINER_ERROR: the table has no column 'age'; remove" in driver.job.reason
 
 
 def test_a_failed_sum_is_tried_again_with_the_same_sites() -> None:

@@ -126,21 +126,16 @@ async def test_a_client_is_killed_at_each_point_of_a_step(folder: Path, tmp_path
         job = await site.operator.start(text, versions.begin(procedure).model)
         others = [await make_client(site, tmp_path / name, FRAMES[name]) for name in ("site-1", "site-2")]
         async with at_work(others):
+            processes = list[asyncio.subprocess.Process]()
             for point in (*DEATHS, ""):
-                arguments = [ticket, site.address, str(tmp_path / "site-0"), point]
+                arguments = ["-c", CLIENT, ticket, site.address, str(tmp_path / "site-0"), point]
                 environment = {**os.environ, "PYTHONPATH": "tests", "FEDPLAT_INSECURE": "1"}
-                process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-c",
-                    CLIENT,
-                    *arguments,
-                    env=environment,
-                )
+                processes.append(await asyncio.create_subprocess_exec(sys.executable, *arguments, env=environment))
                 if point:
-                    assert await process.wait() == -signal.SIGKILL
+                    assert await processes[-1].wait() == -signal.SIGKILL
             await site.operator.until(job, "job", "COMPLETED")
-            process.terminate()
-            await process.wait()
+            processes[-1].terminate()
+            await processes[-1].wait()
         assert versions.read_result(await site.operator.model(job)) == run(procedure, FRAMES)
     (record,) = (tmp_path / "site-0").rglob("released.jsonl")
     assert [line.round for line in released.read(record)] == [1, 1, 2, 3, 4]
