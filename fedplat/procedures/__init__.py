@@ -1,9 +1,9 @@
 """Procedures: programs that ask all sites for exact sums, compute, and ask again (docs/procedures.md).
 
 Read in this order: `sums.py` has the replies, integers with declared bounds and steps, and their sums; `contract.py`
-what a procedure is; `tables.py` what it reads at a site, and `groups.py` selects and groups its rows. `means.py` and
-`counts.py` are procedures, and `runs.py` runs one over tables of this process. The core is pure: no clock or socket;
-only `fedplat.tables` opens files.
+what a procedure is; `tables.py` what it reads at a site, and `groups.py` selects and groups its rows. `means.py`,
+`covariances.py` and `counts.py` are procedures, and `runs.py` runs one over tables of this process. The core is pure:
+no clock or socket; only `fedplat.tables` opens files.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from fedplat.errors import ProcedureError
 from fedplat.procedures.contract import Finished, Json, Procedure, ReplyDisclosure, Step
 from fedplat.procedures.counts import Counts
+from fedplat.procedures.covariances import Covariances
 from fedplat.procedures.means import Means
 from fedplat.procedures.runs import ProcedureResult, run
 from fedplat.procedures.sums import ExactSum, ReplySchema, ReplyTensor, ReplyTotals
@@ -25,6 +26,7 @@ __all__ = [
     "Column",
     "ColumnFrame",
     "Counts",
+    "Covariances",
     "DateColumn",
     "ExactSum",
     "Finished",
