@@ -96,8 +96,11 @@ def _sections(job: types.StructType) -> Iterator[str]:
             continue
         paths[kinds] = path
         yield _union(path, records) if records[0].tag_field else _record(path, records[0])
-        below = [(_join(path, _path_of(field)), _tables(field.type)) for record in records for field in record.fields]
-        waiting[:0] = [(key, tables) for key, tables in below if tables]
+        below: dict[str, dict[type, types.StructType]] = {}  # records of a union may have tables of one name
+        for field in (field for record in records for field in record.fields):
+            found = below.setdefault(_join(path, _path_of(field)), {})
+            found |= {table.cls: table for table in _tables(field.type)}
+        waiting[:0] = [(key, [*tables.values()]) for key, tables in below.items() if tables]
 
 
 def _path_of(field: types.Field) -> str:
@@ -170,8 +173,8 @@ def _type(info: types.Type) -> str:
             return " ".join(filter(None, ("integer" if isinstance(info, types.IntType) else "number", _range(info))))
         case types.StrType():
             return _text(info)
-        case types.BoolType():
-            return "boolean"
+        case types.BoolType() | types.DateType():
+            return "boolean" if isinstance(info, types.BoolType) else "date"
         case types.TupleType():
             return f"[{', '.join(_type(item) for item in info.item_types)}]"
         case _:

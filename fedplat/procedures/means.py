@@ -41,13 +41,7 @@ class Means(GroupOptions, frozen=True, forbid_unknown_fields=True, tag_field="ki
 
     def __post_init__(self) -> None:
         self._groups()
-        for name, column in self.columns.items():
-            if self.max_rows * column.reach**2 * MAX_GROUP >= 2**63:
-                raise ValueError(
-                    f"columns.{name}: sums of squares of {2 * column.reach + 1:,} different values in up to "
-                    f"{self.max_rows:,} rows of each site do not fit 64 bits; expected a larger resolution, or a lower "
-                    "max_rows"
-                )
+        check_squares(self.columns, self.max_rows)
 
     def _groups(self) -> RowGroups:
         return RowGroups(self.columns, self)
@@ -64,7 +58,7 @@ class Means(GroupOptions, frozen=True, forbid_unknown_fields=True, tag_field="ki
         limits = {"rows": 1, "missing": 1, "sums": reach, "squares": reach**2}
         shape = (len(self.columns),) if not self.by else (self._groups().size, len(self.columns))
         return ReplySchema(
-            tuple(ReplyTensor(name, _round_up(self.max_rows * limit), shape) for name, limit in limits.items())
+            tuple(ReplyTensor(name, round_up(self.max_rows * limit), shape) for name, limit in limits.items())
         )
 
     def answer(self, message: Parameters, table: SiteTable) -> Mapping[str, npt.ArrayLike]:
@@ -122,7 +116,17 @@ class Means(GroupOptions, frozen=True, forbid_unknown_fields=True, tag_field="ki
         )
 
 
-def _round_up(limit: int) -> float:
+def check_squares(columns: Mapping[str, NumericColumn], max_rows: int) -> None:
+    """Raise `ValueError` unless the squares of all values, in steps, add up to less than 2^63, and so all products."""
+    for name, column in columns.items():
+        if max_rows * column.reach**2 * MAX_GROUP >= 2**63:
+            raise ValueError(
+                f"columns.{name}: sums of squares of {2 * column.reach + 1:,} different values in up to {max_rows:,} "
+                "rows of each site do not fit 64 bits; expected a larger resolution, or a lower max_rows"
+            )
+
+
+def round_up(limit: int) -> float:
     """Return the least float that is not below a limit."""
     rounded = float(limit)
     return rounded if rounded >= limit else math.nextafter(rounded, math.inf)

@@ -89,8 +89,8 @@ LIES: dict[str, tuple[dict[str, Any], model_pb2.Reason.ValueType, str]] = {
     "an unknown procedure": (
         {"options": b'{"kind":"trees"}'},
         model_pb2.REASON_UNKNOWN_TRAINER,
-        "the client has no procedure 'trees'; it has means, counts: upgrade it, or add a plugin with --plugin "
-        "procedures.NAME",
+        "the client has no procedure 'trees'; it has means, covariances, counts: upgrade it, or add a plugin with "
+        "--plugin procedures.NAME",
     ),
     "no procedure": ({"options": b"[1]"}, model_pb2.REASON_UNKNOWN_TRAINER, "the client has no procedure 'None'"),
 }

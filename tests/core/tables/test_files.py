@@ -138,6 +138,7 @@ def test_tables_without_rows_are_read(tmp_path: Path) -> None:
         ("age,säx\n1,f\n".encode("latin-1"), "bytes that are not utf-8; expected another encoding"),
         ("age,sex\n1,ä\n".encode("utf-16"), "bytes that are not utf-8"),
         (b"age,sex\n999.25,f\nx,f\n-1,f\n", "1 of 3 rows have text in column 'age'"),
+        (b"age,sex\n1,f\n2,f\n999.25,f\n", "1 of 3 rows have values of column 'age' outside"),  # in the last batch
     ],
 )
 def test_files_of_text_that_are_no_tables_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
