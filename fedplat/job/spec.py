@@ -84,8 +84,27 @@ def digest_job(spec: JobSpec, model_digest: str) -> str:
     no server, so those who approve a job can compare it with what they were sent. `model_digest` is the SHA-256 of the
     initial model's file, hexadecimal. Raises `JobFileError` as `job_file` does.
     """
-    table = msgspec.json.encode(toml.to_table(toml.normalize(spec)), order="sorted")
-    return hash_parts(b"fedplat job 1", table, bytes.fromhex(model_digest)).hex()
+    return _digest(toml.to_table(toml.normalize(spec)), model_digest)
+
+
+def canonical_text(spec: JobSpec) -> str:
+    """Return the job file of a job without comments, and without keys that have their defaults.
+
+    The tables of two jobs with one digest are equal. It may name plugins. Raises `JobFileError` as `job_file` does.
+    """
+    return write_toml(toml.to_table(toml.normalize(spec)))
+
+
+def digest_text(text: str, model_digest: str) -> str:
+    """Return the digest of the job of a canonical text, of which this process need not have the plugins.
+
+    Any other text of the job has another digest. Raises `JobFileError` for a text that is not TOML.
+    """
+    return _digest(toml.read_toml(text), model_digest)
+
+
+def _digest(table: Mapping[str, Any], model_digest: str) -> str:
+    return hash_parts(b"fedplat job 1", msgspec.json.encode(table, order="sorted"), bytes.fromhex(model_digest)).hex()
 
 
 def check_main(initial: str) -> None:

@@ -45,7 +45,8 @@ class Demand:
     If others wait that have declined the job, `least` eligible clients are enough. Without `min_eligible` they are
     drawn when the time for selection is over. `codecs`, `algorithms` and `features` are those that a client must
     support. Clients in `excluded` are not drawn: they take part already. If there is a `cohort`, only its clients are
-    drawn, and never those in `barred`. `gate` keeps out clients by what the kind of the job remembers of them.
+    drawn, and never those in `barred`. `gate` keeps out clients by what the kind of the job remembers of them. `digest`
+    is that of the job, which the owners of clients may have to approve.
     """
 
     key: records.AttemptKey
@@ -65,6 +66,7 @@ class Demand:
     barred: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
     gate: Gate | None = None
     role: ClientRole = TRAINER
+    digest: str = ""
 
     @property
     def has_requirements(self) -> bool:
@@ -88,6 +90,7 @@ class Demand:
             client.population == self.population
             and (self.cohort is None or client.client_id in self.cohort)
             and client.client_id not in self.barred
+            and client.approves(self.digest)
             and (self.gate is None or self.gate.admits(client.client_id))
             and self.handler in self.role.list_installed(client)
             and label_expressions.compile_expression(self.where)(client.labels)
@@ -120,6 +123,7 @@ class EligibleClients:
     ) -> None:
         self.key = key
         self.gate = gate
+        self.digest = ""
         self.has_declined: Accepts = lambda client: False
         self._accepts = accepts
         self._declined: set[str] = set()

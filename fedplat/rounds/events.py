@@ -37,10 +37,11 @@ class OperatorCommand:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SpecChanged:
-    """An operator has changed options of a job; its file is stored with them."""
+    """An operator has changed options of a job; its file is stored with them, and has another digest."""
 
     job_id: str
     spec: JobSpec
+    digest: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,7 +76,10 @@ class TimerFired:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClientCheckedIn:
-    """A client is free and waits for an assignment. `session` is its number of sessions: a restart begins one."""
+    """A client is free and waits for an assignment. `session` is its number of sessions: a restart begins one.
+
+    `approvals` are the digests of the only jobs that its owner allows; None: it takes part in any.
+    """
 
     client_id: str
     population: str
@@ -86,6 +90,11 @@ class ClientCheckedIn:
     algorithms: frozenset[str] = frozenset()
     features: frozenset[str] = frozenset()
     session: int = 0
+    approvals: frozenset[str] | None = None
+
+    def approves(self, digest: str) -> bool:
+        """Return whether the owner of the client allows the job with this digest."""
+        return self.approvals is None or digest in self.approvals
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ def on_changed(job: JobState, event: SpecChanged, context: Context) -> Transitio
     """Continue with other options of the job, which decide only when it gives up, and which files are kept."""
     if job.status in states.ENDED_JOBS:
         return Transition(job, verdict=Verdict(None, f"cannot change a job that is {job.status}"))
-    return Transition(structs.replace(job, spec=event.spec))
+    return Transition(structs.replace(job, spec=event.spec, digest=event.digest))
 
 
 _ACTIONS: Mapping[JobAction, tuple[states.JobStatus, states.Reason | None]] = {

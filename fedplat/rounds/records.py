@@ -313,7 +313,8 @@ class JobState(Struct, frozen=True):
     `privacy.trust = "none"` whose masks were requested: each is a release, whether its attempt has committed or not.
     `barred` are clients that a job with secure aggregation does not draw again, because their messages were invalid
     (`REJECTED_MESSAGE`) in an earlier attempt. `protocol` is what only the protocol of its training reads and writes
-    (`RoundProtocol.read_state`).
+    (`RoundProtocol.read_state`). `digest` is that of its job file and initial model, by which owners of data approve
+    it; it follows from them, and is not stored.
     """
 
     job_id: str
@@ -334,6 +335,7 @@ class JobState(Struct, frozen=True):
     unmasked: tuple[int, ...] = ()
     barred: tuple[str, ...] = ()
     protocol: object = None
+    digest: str = ""
 
     @property
     def algorithms(self) -> frozenset[str]:

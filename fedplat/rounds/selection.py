@@ -52,6 +52,7 @@ def training_demand(job: JobState, attempt: Attempt, target: int, min_eligible: 
         job.algorithms,
         training_of(job).features,
         least=max(attempt.minimum, spec.selection.wait_for),
+        digest=job.digest,
     )
 
 
@@ -59,7 +60,8 @@ def may_train(job: JobState, client: ClientCheckedIn) -> bool:
     """Return whether the job may have this client train, now or later."""
     has_plugins = job.spec.compression.names <= client.codecs and job.algorithms <= client.algorithms
     supported = job.spec.trainer in client.trainers and has_plugins and training_of(job).features <= client.features
-    return supported and label_expressions.compile_expression(job.spec.selection.where)(client.labels)
+    accepts = label_expressions.compile_expression(job.spec.selection.where)
+    return supported and client.approves(job.digest) and accepts(client.labels)
 
 
 def list_able(room: WaitingRoom, job: JobState) -> list[str]:
@@ -72,7 +74,8 @@ def may_evaluate(job: JobState, client: ClientCheckedIn) -> bool:
     """Return whether the job may have this client evaluate, now or later."""
     evaluation = job.spec.evaluation.clients
     supported = evaluation is not None and evaluation.evaluator in client.evaluators
-    return supported and label_expressions.compile_expression(job.spec.selection.where)(client.labels)
+    accepts = label_expressions.compile_expression(job.spec.selection.where)
+    return supported and client.approves(job.digest) and accepts(client.labels)
 
 
 def describe_excluded(job: JobState, event: CandidatesDrawn) -> str:
@@ -216,7 +219,7 @@ class WaitingRoom:
         return sum(map(demand.misses, self.clients.values())) if demand.has_requirements else 0
 
     def describe_unlike(self, job_id: str) -> str:
-        """Describe the waiting clients of the population without the trainer, with other labels, or that have declined.
+        """Describe the waiting clients of the population without the trainer, with other labels, or that do not run it.
 
         Empty without any. Examines all waiting clients.
         """
@@ -232,6 +235,8 @@ class WaitingRoom:
         accepts = label_expressions.compile_expression(demand.where)
         if num_unlike := sum(not accepts(client.labels) for client in ours):
             found.append(f"{num_unlike} more do not satisfy selection.where")
+        if num_waiting := sum(not client.approves(demand.digest) for client in ours):
+            found.append(f"{num_waiting} more wait until their owners approve the job")
         if num_declined := self.num_declined(job_id):
             found.append(
                 f"{num_declined} more have refused the job: it asks them again when they restart or it resumes"
@@ -257,10 +262,12 @@ class WaitingRoom:
         name = (demand.key.job_id, demand.kind)
         eligible = self._eligible.get(name)
         is_other = eligible is not None and eligible.key < demand.key and (demand.cohort is not None or demand.barred)
-        # Another attempt, or another state of the clocks, accepts other clients.
+        # Another attempt, another state of the clocks, or a changed job file accepts other clients.
+        is_other = is_other or (eligible is not None and eligible.digest != demand.digest)
         if eligible is None or eligible.key > demand.key or is_other or eligible.gate != demand.gate:
             past = history if demand.role.counts else None
             eligible = EligibleClients(demand.accepts, past, demand.key, demand.gate)
+            eligible.digest = demand.digest
             if demand.role.counts:
                 eligible.has_declined = functools.partial(self.has_declined, demand.key.job_id)
             for client in self.clients.values():

@@ -102,6 +102,7 @@ class Reason(StrEnum):
     PRIVACY_LIMIT = "PRIVACY_LIMIT"
     UNSAFE_AGGREGATION = "UNSAFE_AGGREGATION"
     KEYS_LOST = "KEYS_LOST"
+    NOT_APPROVED = "NOT_APPROVED"
     UNREACHABLE = "UNREACHABLE"
     REVOKED = "REVOKED"
     REJECTED_SCHEMA = "REJECTED_SCHEMA"
@@ -118,7 +119,8 @@ class Reason(StrEnum):
 REASON_TEXTS: Mapping[Reason, str] = {
     Reason.NO_WORK: "no running job of this population needs clients now",
     Reason.NOT_SELECTED: "enough other clients were selected, or this one took part recently",
-    Reason.NOT_ELIGIBLE: "no running job accepts this client's labels, trainers, evaluators, codecs or algorithms",
+    Reason.NOT_ELIGIBLE: "no running job accepts this client's labels, trainers, evaluators, codecs or algorithms, "
+    "or its owner has not approved it",
     Reason.DRAINING: "the server is stopping",
     Reason.OVERLOADED: "the server has reached its limit of waiting clients",
     Reason.LIMIT_REACHED: "this client took part in as many rounds as the job's privacy.max_participations allows",
@@ -139,6 +141,7 @@ REASON_TEXTS: Mapping[Reason, str] = {
     Reason.PRIVACY_LIMIT: "the training would cost more privacy than the owner of the client's data allows",
     Reason.UNSAFE_AGGREGATION: "the owner of the client does not allow this secure aggregation or exchange of models",
     Reason.KEYS_LOST: "the client was restarted after it had sent its keys, which are in its memory only",
+    Reason.NOT_APPROVED: "the owner of the client has not approved this job, or not what the assignment says of it",
     Reason.UNREACHABLE: "the server received nothing from the client for three heartbeats",
     Reason.REVOKED: "an operator revoked the client",
     Reason.REJECTED_SCHEMA: "the update's tensors are not those of the base version",
@@ -163,6 +166,7 @@ FAILURES = frozenset(
         Reason.PRIVACY_LIMIT,
         Reason.UNSAFE_AGGREGATION,
         Reason.KEYS_LOST,
+        Reason.NOT_APPROVED,
     }
 )
 """Reasons that a client may state when it gives up an assignment."""

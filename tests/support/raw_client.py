@@ -6,7 +6,7 @@ import asyncio
 import copy
 import hashlib
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import grpc
@@ -144,6 +144,7 @@ class RawClient(Signing):
         algorithms: tuple[str, ...] = (),
         features: tuple[str, ...] = (),
         version: int = wire.PROTOCOL_VERSION,
+        approvals: fleet_pb2.OwnerApprovals | None = None,
     ) -> aio.UnaryUnaryCall[Any, fleet_pb2.CheckInResponse]:
         request = fleet_pb2.CheckInRequest(
             protocol_version=version,
@@ -153,9 +154,14 @@ class RawClient(Signing):
             codecs=codecs,
             algorithms=algorithms,
             features=features,
+            approvals=approvals,
             wait_s=wait_s,
         )
         return self._begin(lambda: self.stub.CheckIn(request, metadata=self.signed("CheckIn", request)))
+
+    async def review(self, known: Iterable[str] = (), page_token: str = "") -> fleet_pb2.ReviewJobsResponse:
+        request = fleet_pb2.ReviewJobsRequest(known=known, page_token=page_token)
+        return await again(lambda: self.stub.ReviewJobs(request, metadata=self.signed("ReviewJobs", request)))
 
     async def assignment(self, wait_s: float = PATIENCE_S, **options: Any) -> fleet_pb2.Assignment:
         response = await self.check_in(wait_s, **options)

@@ -52,6 +52,7 @@ def _demand(job: JobState, attempt: Attempt) -> demand.Demand | None:
         frozenset[str](),
         Uniform(),
         role=demand.EVALUATOR,
+        digest=job.digest,
     )
 
 

@@ -272,6 +272,102 @@ class RenewCertificateResponse(_message.Message):
 Global___RenewCertificateResponse: _TypeAlias = RenewCertificateResponse  # noqa: Y015
 
 @_typing.final
+class ReviewJobsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KNOWN_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_token: _builtins.str
+    """The last next_page_token; empty for the first page."""
+    @_builtins.property
+    def known(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The digests whose files the caller has; at most 1,000. The others are sent."""
+
+    def __init__(
+        self,
+        *,
+        known: _abc.Iterable[_builtins.str] | None = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["known", b"known", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReviewJobsRequest: _TypeAlias = ReviewJobsRequest  # noqa: Y015
+
+@_typing.final
+class ReviewJobsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOBS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty on the last page."""
+    @_builtins.property
+    def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReviewedJob]: ...
+    def __init__(
+        self,
+        *,
+        jobs: _abc.Iterable[Global___ReviewedJob] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs", "next_page_token", b"next_page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReviewJobsResponse: _TypeAlias = ReviewJobsResponse  # noqa: Y015
+
+@_typing.final
+class ReviewedJob(_message.Message):
+    """A job as the owners of data review it. Without secrets, and of no use beyond its digest."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    SUBMITTER_FIELD_NUMBER: _builtins.int
+    JOB_FILE_FIELD_NUMBER: _builtins.int
+    INITIAL_DIGEST_FIELD_NUMBER: _builtins.int
+    PLUGINS_FIELD_NUMBER: _builtins.int
+    digest: _builtins.str
+    """fedplat.job.digest_job of the job file and the initial model."""
+    job_id: _builtins.str
+    name: _builtins.str
+    submitter: _builtins.str
+    """The operator that has made the job; empty if the server does not know."""
+    job_file: _builtins.str
+    """Canonical (fedplat.job.canonical_text), in TOML; empty if the caller has it."""
+    initial_digest: _builtins.str
+    """SHA-256 of the initial model's file."""
+    @_builtins.property
+    def plugins(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The plugins that the job file names, as KIND.NAME."""
+
+    def __init__(
+        self,
+        *,
+        digest: _builtins.str = ...,
+        job_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        submitter: _builtins.str = ...,
+        job_file: _builtins.str = ...,
+        initial_digest: _builtins.str = ...,
+        plugins: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "initial_digest", b"initial_digest", "job_file", b"job_file", "job_id", b"job_id", "name", b"name", "plugins", b"plugins", "submitter", b"submitter"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReviewedJob: _TypeAlias = ReviewedJob  # noqa: Y015
+
+@_typing.final
 class CheckInRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -304,6 +400,7 @@ class CheckInRequest(_message.Message):
     CODECS_FIELD_NUMBER: _builtins.int
     ALGORITHMS_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
+    APPROVALS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     software_version: _builtins.str
     wait_s: _builtins.float
@@ -330,6 +427,10 @@ class CheckInRequest(_message.Message):
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Optional parts of the protocol that the client implements, such as "secure_aggregation.1"."""
 
+    @_builtins.property
+    def approvals(self) -> Global___OwnerApprovals:
+        """What the owner of the client has decided of jobs. Unset: the client runs any job. Servers before 0.2 ignore this."""
+
     def __init__(
         self,
         *,
@@ -342,14 +443,64 @@ class CheckInRequest(_message.Message):
         codecs: _abc.Iterable[_builtins.str] | None = ...,
         algorithms: _abc.Iterable[_builtins.str] | None = ...,
         features: _abc.Iterable[_builtins.str] | None = ...,
+        approvals: Global___OwnerApprovals | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["approvals", b"approvals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithms", b"algorithms", "codecs", b"codecs", "evaluators", b"evaluators", "features", b"features", "labels", b"labels", "protocol_version", b"protocol_version", "software_version", b"software_version", "trainers", b"trainers", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithms", b"algorithms", "approvals", b"approvals", "codecs", b"codecs", "evaluators", b"evaluators", "features", b"features", "labels", b"labels", "protocol_version", b"protocol_version", "software_version", b"software_version", "trainers", b"trainers", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CheckInRequest: _TypeAlias = CheckInRequest  # noqa: Y015
+
+@_typing.final
+class OwnerApprovals(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Rejection(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        DIGEST_FIELD_NUMBER: _builtins.int
+        TEXT_FIELD_NUMBER: _builtins.int
+        digest: _builtins.str
+        text: _builtins.str
+        """Why, for the operator of the job; at most 500 bytes."""
+        def __init__(
+            self,
+            *,
+            digest: _builtins.str = ...,
+            text: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "text", b"text"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    APPROVED_FIELD_NUMBER: _builtins.int
+    REJECTED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def approved(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The digests of the jobs that the client runs now; at most 500. It refuses all others."""
+
+    @_builtins.property
+    def rejected(self) -> _containers.RepeatedCompositeFieldContainer[Global___OwnerApprovals.Rejection]:
+        """Those that it refuses, and why; at most 100. Of the others its owner has not decided."""
+
+    def __init__(
+        self,
+        *,
+        approved: _abc.Iterable[_builtins.str] | None = ...,
+        rejected: _abc.Iterable[Global___OwnerApprovals.Rejection] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["approved", b"approved", "rejected", b"rejected"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OwnerApprovals: _TypeAlias = OwnerApprovals  # noqa: Y015
 
 @_typing.final
 class CheckInResponse(_message.Message):
@@ -458,6 +609,7 @@ class Assignment(_message.Message):
     CHECK_IN_WITH_REPORT_FIELD_NUMBER: _builtins.int
     MAX_DOWNLOADS_FIELD_NUMBER: _builtins.int
     LEAVES_OUT_RESTING_FIELD_NUMBER: _builtins.int
+    JOB_DIGEST_FIELD_NUMBER: _builtins.int
     token: _builtins.str
     """Secret, for this assignment only; all later calls for it send the token."""
     job_id: _builtins.str
@@ -503,6 +655,8 @@ class Assignment(_message.Message):
     groups take turns, and those that rest are left out (docs/algorithms.md). Servers before 0.2 leave this unset: the
     update has all tensors.
     """
+    job_digest: _builtins.str
+    """The digest of the job, by which the client knows what its owner has approved. Servers before 0.2 leave this unset."""
     @_builtins.property
     def model(self) -> _model_pb2.ModelRef: ...
     @_builtins.property
@@ -544,10 +698,11 @@ class Assignment(_message.Message):
         check_in_with_report: _builtins.bool = ...,
         max_downloads: _builtins.int = ...,
         leaves_out_resting: _builtins.bool = ...,
+        job_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "gossip_setup", b"gossip_setup", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "blake3", b"blake3", "check_in_with_report", b"check_in_with_report", "config", b"config", "delta", b"delta", "digest_last", b"digest_last", "gossip_setup", b"gossip_setup", "heartbeat_s", b"heartbeat_s", "job_id", b"job_id", "job_name", b"job_name", "leaves_out_resting", b"leaves_out_resting", "max_downloads", b"max_downloads", "model", b"model", "model_bytes", b"model_bytes", "num_rounds", b"num_rounds", "round", b"round", "secure_setup", b"secure_setup", "task", b"task", "token", b"token", "traceparent", b"traceparent", "trainer", b"trainer", "training_timeout_s", b"training_timeout_s", "uplink", b"uplink", "upload_timeout_s", b"upload_timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "blake3", b"blake3", "check_in_with_report", b"check_in_with_report", "config", b"config", "delta", b"delta", "digest_last", b"digest_last", "gossip_setup", b"gossip_setup", "heartbeat_s", b"heartbeat_s", "job_digest", b"job_digest", "job_id", b"job_id", "job_name", b"job_name", "leaves_out_resting", b"leaves_out_resting", "max_downloads", b"max_downloads", "model", b"model", "model_bytes", b"model_bytes", "num_rounds", b"num_rounds", "round", b"round", "secure_setup", b"secure_setup", "task", b"task", "token", b"token", "traceparent", b"traceparent", "trainer", b"trainer", "training_timeout_s", b"training_timeout_s", "uplink", b"uplink", "upload_timeout_s", b"upload_timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -55,6 +55,11 @@ class FleetStub:
                 request_serializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.RenewCertificateRequest.SerializeToString,
                 response_deserializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.RenewCertificateResponse.FromString,
                 _registered_method=True)
+        self.ReviewJobs = channel.unary_unary(
+                '/fedplat.wire.v1.Fleet/ReviewJobs',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.ReviewJobsRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.ReviewJobsResponse.FromString,
+                _registered_method=True)
         self.CheckIn = channel.unary_unary(
                 '/fedplat.wire.v1.Fleet/CheckIn',
                 request_serializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.CheckInRequest.SerializeToString,
@@ -123,6 +128,13 @@ class FleetServicer:
 
     def RenewCertificate(self, request, context):
         """Returns a short-lived certificate for TLS.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReviewJobs(self, request, context):
+        """Returns the jobs of the caller's population that have not ended, for owners of data that approve each job.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -211,6 +223,11 @@ def add_FleetServicer_to_server(servicer, server):
                     servicer.RenewCertificate,
                     request_deserializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.RenewCertificateRequest.FromString,
                     response_serializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.RenewCertificateResponse.SerializeToString,
+            ),
+            'ReviewJobs': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReviewJobs,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.ReviewJobsRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.ReviewJobsResponse.SerializeToString,
             ),
             'CheckIn': grpc.unary_unary_rpc_method_handler(
                     servicer.CheckIn,
@@ -361,6 +378,33 @@ class Fleet:
             '/fedplat.wire.v1.Fleet/RenewCertificate',
             fedplat_dot_wire_dot_v1_dot_fleet__pb2.RenewCertificateRequest.SerializeToString,
             fedplat_dot_wire_dot_v1_dot_fleet__pb2.RenewCertificateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReviewJobs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fedplat.wire.v1.Fleet/ReviewJobs',
+            fedplat_dot_wire_dot_v1_dot_fleet__pb2.ReviewJobsRequest.SerializeToString,
+            fedplat_dot_wire_dot_v1_dot_fleet__pb2.ReviewJobsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -50,6 +50,8 @@ class FleetStub:
     """Opens a session of an enrolled client; ends the client's earlier session."""
     RenewCertificate: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.RenewCertificateRequest, _fleet_pb2.RenewCertificateResponse]
     """Returns a short-lived certificate for TLS."""
+    ReviewJobs: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ReviewJobsRequest, _fleet_pb2.ReviewJobsResponse]
+    """Returns the jobs of the caller's population that have not ended, for owners of data that approve each job."""
     CheckIn: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.CheckInRequest, _fleet_pb2.CheckInResponse]
     """Long poll for work: returns as soon as there is an assignment, or after wait_s with a reason and a retry window."""
     Download: _grpc.UnaryStreamMultiCallable[_fleet_pb2.DownloadRequest, _model_pb2.Chunk]
@@ -87,6 +89,8 @@ class FleetAsyncStub(FleetStub):
     """Opens a session of an enrolled client; ends the client's earlier session."""
     RenewCertificate: _aio.UnaryUnaryMultiCallable[_fleet_pb2.RenewCertificateRequest, _fleet_pb2.RenewCertificateResponse]  # type: ignore[assignment]
     """Returns a short-lived certificate for TLS."""
+    ReviewJobs: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ReviewJobsRequest, _fleet_pb2.ReviewJobsResponse]  # type: ignore[assignment]
+    """Returns the jobs of the caller's population that have not ended, for owners of data that approve each job."""
     CheckIn: _aio.UnaryUnaryMultiCallable[_fleet_pb2.CheckInRequest, _fleet_pb2.CheckInResponse]  # type: ignore[assignment]
     """Long poll for work: returns as soon as there is an assignment, or after wait_s with a reason and a retry window."""
     Download: _aio.UnaryStreamMultiCallable[_fleet_pb2.DownloadRequest, _model_pb2.Chunk]  # type: ignore[assignment]
@@ -145,6 +149,14 @@ class FleetServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.RenewCertificateResponse, _abc.Awaitable[_fleet_pb2.RenewCertificateResponse]]:
         """Returns a short-lived certificate for TLS."""
+
+    @_abc_1.abstractmethod
+    def ReviewJobs(
+        self,
+        request: _fleet_pb2.ReviewJobsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.ReviewJobsResponse, _abc.Awaitable[_fleet_pb2.ReviewJobsResponse]]:
+        """Returns the jobs of the caller's population that have not ended, for owners of data that approve each job."""
 
     @_abc_1.abstractmethod
     def CheckIn(

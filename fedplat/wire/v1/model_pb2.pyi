@@ -70,6 +70,8 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """The owner of the client does not allow this secure aggregation or exchange of models."""
     REASON_KEYS_LOST: _Reason.ValueType  # 28
     """The client was restarted after it had sent its keys, which are in its memory only."""
+    REASON_NOT_APPROVED: _Reason.ValueType  # 40
+    """The owner of the client has not approved this job, or not what the assignment says of it."""
     REASON_REVOKED: _Reason.ValueType  # 24
     """An operator revoked the client."""
     REASON_UNREACHABLE: _Reason.ValueType  # 29
@@ -143,6 +145,8 @@ REASON_UNSAFE_AGGREGATION: Reason.ValueType  # 27
 """The owner of the client does not allow this secure aggregation or exchange of models."""
 REASON_KEYS_LOST: Reason.ValueType  # 28
 """The client was restarted after it had sent its keys, which are in its memory only."""
+REASON_NOT_APPROVED: Reason.ValueType  # 40
+"""The owner of the client has not approved this job, or not what the assignment says of it."""
 REASON_REVOKED: Reason.ValueType  # 24
 """An operator revoked the client."""
 REASON_UNREACHABLE: Reason.ValueType  # 29

@@ -31,10 +31,12 @@ from fedplat import errors, model, rounds, submission_checks
 from fedplat.config import toml
 from fedplat.config.plugins import BUILTIN, Plugins
 from fedplat.config.toml_text import change_text
-from fedplat.job import JobSpec, calibrate, parse_job, plan_charge
+from fedplat.job import JobSpec, calibrate, digest_job, parse_job, plan_charge
 from fedplat.privacy import Charge, accounting
+from fedplat.rounds import states
 from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat_server.database.records import Budget, JobRecord, Population
+from fedplat_server.database.sql_jobs import JobStore
 from fedplat_server.database.store import Store
 from fedplat_server.errors import Code, PopulationChangedError, RefusedError
 from fedplat_server.records.audit import AuditEntry
@@ -78,6 +80,20 @@ def change_submitted(
         raise RefusedError(Code.INVALID_REQUEST, "there are no changes; expected KEY=VALUE")
     changed = change_text(job_file, values)
     return changed, parse_submitted(changed, max_bytes, plugins)
+
+
+async def digest_stored(record: JobRecord, initial_digest: str, plugins: Plugins) -> str:
+    """Return the digest of a stored job (`JobState.digest`); empty if it has ended, or its file cannot be read here."""
+    if record.problem or record.state.status in states.ENDED_JOBS:
+        return ""
+    return await asyncio.to_thread(lambda: digest_job(parse_job(record.job_file, plugins), initial_digest))
+
+
+async def find_initial_digest(store: JobStore, state: rounds.JobState) -> str:
+    """Return the SHA-256 of a job's initial model."""
+    initial = state.latest if state.latest.version == 0 else await store.find_version(state.job_id, 0)
+    assert initial is not None
+    return initial.digest
 
 
 def check_is_runnable(spec: JobSpec, evaluators: Sequence[str], trainers: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 import sqlalchemy
+from msgspec import structs
 
 from fedplat.config import decoding, loaded_plugins, toml
 from fedplat.config.decoding import prepare_type
@@ -125,6 +126,10 @@ class JobRecord:
     job_file: str
     created_unix_s: float
     problem: str = ""
+
+    def with_digest(self, digest: str) -> JobRecord:
+        """Return the record with the digest of the job, which is not stored."""
+        return dataclasses.replace(self, state=structs.replace(self.state, digest=digest))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

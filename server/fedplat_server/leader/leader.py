@@ -32,6 +32,7 @@ from fedplat_server.rpc.operator_access import OperatorAccess
 from fedplat_server.rpc.operators import OperatorsService, StatusFacts
 from fedplat_server.rpc.privacy import PrivacyService
 from fedplat_server.rpc.report_intake import ReportIntake
+from fedplat_server.rpc.review import ReviewService
 from fedplat_server.rpc.router import LocalRoute
 from fedplat_server.storage.read_cache import InlineModels
 
@@ -260,6 +261,9 @@ def _make_fleet(
         draining=coordination.draining,
     )
     free = functools.partial(CheckInService, access=access, check_ins=check_ins)
+    review = functools.partial(
+        ReviewService, access=access, jobs=coordination.jobs, plugins=mandate.config.plugins.table
+    )
     reports = functools.partial(
         ReportService,
         access=access,
@@ -290,7 +294,7 @@ def _make_fleet(
         intake=intake,
         models=models,
     )
-    return serving.combine(fleet_pb2_grpc.FleetServicer, identity, free, reports, working, results)
+    return serving.combine(fleet_pb2_grpc.FleetServicer, identity, review, free, reports, working, results)
 
 
 def _make_jobs(parts: LeaderParts) -> admin_pb2_grpc.JobsServicer:

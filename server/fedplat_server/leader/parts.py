@@ -146,7 +146,9 @@ async def _make_coordination(mandate: Mandate) -> Coordination:
     creators = await sql_audit.list_creators(store.audit)
     for record in await store.jobs.load_jobs(runner.now):
         participations = await sql_jobs.recall_participations(store.jobs, record.state)
-        jobs.add(record, participations, creator=creators.get(record.state.job_id, ""))
+        initial = await job_checks.find_initial_digest(store.jobs, record.state)
+        digest = await job_checks.digest_stored(record, initial, config.plugins.table)
+        jobs.add(record.with_digest(digest), participations, initial, creator=creators.get(record.state.job_id, ""))
     return Coordination(
         runner=runner,
         jobs=jobs,

@@ -109,6 +109,23 @@ def _names(values: tuple[str, ...], field: str) -> frozenset[str]:
     return frozenset(name(value, field) for value in values)
 
 
+MAX_APPROVALS = 500
+"""Approvals that a check-in may announce."""
+MAX_REJECTIONS = 100
+
+
+def approvals(request: fleet_pb2.CheckInRequest) -> frozenset[str] | None:
+    """Return the digests of the jobs that the owner of a client has approved; None: it takes part in any."""
+    if not request.HasField("approvals"):
+        return None
+    found = request.approvals
+    counts = (("approvals", len(found.approved), MAX_APPROVALS), ("rejections", len(found.rejected), MAX_REJECTIONS))
+    for kind, count, most in counts:
+        if count > most:
+            raise RefusedError(Code.INVALID_REQUEST, f"{count} {kind}; at most {most} are accepted")
+    return frozenset(map(digest, found.approved))
+
+
 def text(value: str, max_bytes: int) -> str:
     """Return text for an operator's terminal: shortened, without control characters."""
     return texts.shorten(value, max_bytes)

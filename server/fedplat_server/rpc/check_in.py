@@ -60,6 +60,7 @@ class AssignmentMessages:
             token=command.token,
             job_id=job.job_id,
             job_name=spec.name,
+            job_digest=job.digest,
             round=command.key.round,
             attempt=command.key.number,
             model=convert.model_ref(model),
@@ -135,6 +136,7 @@ class CheckIns:
             algorithms=validation.names(request.algorithms, "algorithm", self.limits),
             features=validation.names(request.features, "feature", self.limits),
             session=client.session_number,
+            approvals=validation.approvals(request),
         )
         wait_s = min(validation.wait_s(request.wait_s, self.limits), longest_s)
         command = await wait_for_work(self.runner, self.long_polls, event, wait_s)

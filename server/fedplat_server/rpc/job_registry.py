@@ -22,14 +22,18 @@ class JobRegistry:
         self._runner = runner
         self._records: dict[str, JobRecord] = {}
         self._creators: dict[str, str] = {}
+        self._initial_digests: dict[str, str] = {}
         self._positions: dict[str, int] = {}
         self._changed: dict[str, asyncio.Event] = {}
 
-    def add(self, record: JobRecord, participations: Sequence[Participation] = (), *, creator: str = "") -> None:
+    def add(
+        self, record: JobRecord, participations: Sequence[Participation], initial_digest: str, *, creator: str = ""
+    ) -> None:
         """Add a stored job, with the participations of its clients if the job remembers them. Idempotent.
 
-        `creator` is the operator that has made it ("": unknown).
+        `initial_digest` is that of its initial model, `creator` the operator that has made it ("": unknown).
         """
+        self._initial_digests.setdefault(record.state.job_id, initial_digest)
         self._creators.setdefault(record.state.job_id, creator)
         self._records.setdefault(record.state.job_id, record)
         self._positions.setdefault(record.state.job_id, len(self._positions))
@@ -78,6 +82,14 @@ class JobRegistry:
             others = f"{len(ids) - len(own)} of other operators (fedplat job list)"
             raise RefusedError(Code.AMBIGUOUS_JOB, ", ".join([*own, others] if len(own) < len(ids) else own))
         return candidates[0]
+
+    def creator(self, job_id: str) -> str:
+        """Return the operator that has made a job; empty if it is unknown."""
+        return self._creators[job_id]
+
+    def initial_digest(self, job_id: str) -> str:
+        """Return the SHA-256 of a job's initial model."""
+        return self._initial_digests[job_id]
 
     def state(self, job_id: str) -> JobState:
         """Return the coordinator's state of an existing job."""

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from fedplat.config.loaded_plugins import LoadedPlugins, describe_versions
 from fedplat.config.plugins import Plugins
-from fedplat.job import JobSpec
+from fedplat.job import JobSpec, digest_job
 from fedplat.rounds import JobState, ModelVersion
 from fedplat.rounds.events import JobAction, OperatorCommand, SpecChanged
 from fedplat.rounds.states import ENDED_JOBS, JobStatus
@@ -102,14 +102,15 @@ class JobsService(admin_pb2_grpc.JobsServicer):
             size_bytes = await asyncio.to_thread(_check_initial_model, self.blobs, digest, spec)
             initial = ModelVersion(version=0, round=0, attempt=0, digest=digest, size_bytes=size_bytes)
             used = self.plugins.find_used(spec, spec.config)
-            state = JobState(job_id=new_id("j"), spec=spec, latest=initial, plugins=used)
+            named = await asyncio.to_thread(digest_job, spec, digest)
+            state = JobState(job_id=new_id("j"), spec=spec, latest=initial, plugins=used, digest=named)
             entry = AuditEntry(current_operator(), audit.AuditAction.JOB_CREATED, state.job_id, {"name": spec.name})
             key = validation.key(request.idempotency_key)
             record = await self.budgets.create_job(state, request.job_file, key, [entry])
         created = record.state.job_id
         if created != state.job_id and not await self._has_done(audit.AuditAction.JOB_CREATED, created):
             raise RefusedError(Code.INVALID_REQUEST, "idempotency_key was used by another operator; choose a new one")
-        self.jobs.add(record, creator=current_operator())
+        self.jobs.add(record.with_digest(state.digest), (), digest, creator=current_operator())
         return await self.view.show(self.jobs.find(record.state.job_id))
 
     @override
@@ -164,7 +165,9 @@ class JobsService(admin_pb2_grpc.JobsServicer):
         entry = AuditEntry(current_operator(), audit.AuditAction.JOB_CHANGED, job.job_id, details)
         await self.store.jobs.change_job_file(job.job_id, text, [entry])
         self.jobs.change_file(job.job_id, text)
-        verdict = await self.runner.submit(SpecChanged(job.job_id, spec))
+        changed, initial = dataclasses.replace(record, job_file=text), self.jobs.initial_digest(job.job_id)
+        digest = await job_checks.digest_stored(changed, initial, self.plugins.table)
+        verdict = await self.runner.submit(SpecChanged(job.job_id, spec, digest))
         if not verdict.accepted:
             raise RefusedError(Code.ILLEGAL_ACTION, verdict.text)
         return await self.view.show(self.jobs.find(job.job_id))

@@ -1,0 +1,84 @@
+"""The jobs that a server shows to the owners of data, and the clients that it draws for jobs that need approval."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedplat.job import digest_job, digest_text, parse_job
+from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
+from support import daemons
+from support.daemons import Site, digest_of, initial_model
+from support.jobs import job_file
+
+
+def approvals(*digests: str, **rejected: str) -> fleet_pb2.OwnerApprovals:
+    found = fleet_pb2.OwnerApprovals(approved=digests)
+    for digest, text in rejected.items():
+        found.rejected.add(digest=digest, text=text)
+    return found
+
+
+async def test_a_client_reads_the_jobs_of_its_population(site: Site) -> None:
+    text = "# IRB 7\n" + job_file(goal=1)
+    job = await site.operator.create(text)
+    await site.operator.create(job_file(goal=1).replace("population = \"demo\"", "population = \"others\""))
+    ended = await site.operator.start(job_file(goal=1, name="ended"))
+    await site.operator.jobs.CancelJob(admin_pb2.JobRequest(job=ended))
+    client = await site.enroll()
+    (found,) = (await client.review()).jobs
+    initial = digest_of(initial_model().to_bytes())
+    assert (found.job_id, found.name, found.initial_digest) == (job.job_id, job.name, initial)
+    assert found.digest == digest_job(parse_job(text), initial) == digest_text(found.job_file, initial)
+    assert found.submitter
+    assert "IRB" not in found.job_file
+    (again,) = (await client.review([found.digest])).jobs
+    assert not again.job_file
+    await site.operator.jobs.StartJob(admin_pb2.JobRequest(job=job.job_id))
+    assert (await client.assignment()).job_digest == found.digest
+
+
+async def test_only_clients_whose_owners_approve_a_job_are_drawn(site: Site) -> None:
+    job_id = await site.operator.start(job_file(goal=1))
+    others, client, free = await site.fleet(3)
+    (found,) = (await client.review()).jobs
+    for refused in (approvals(), approvals("ab" * 32), approvals(**{found.digest: "not for us"})):
+        assert (await others.refusal(approvals=refused)).reason == model_pb2.REASON_NOT_ELIGIBLE
+    assignment = await client.assignment(approvals=approvals(found.digest))
+    assert assignment.job_id == job_id
+    await client.fail(assignment.token, model_pb2.REASON_NOT_APPROVED, "revoked")
+    assert (await client.refusal(approvals=approvals())).reason == model_pb2.REASON_NOT_ELIGIBLE
+    assert (await free.assignment()).job_id == job_id  # its owner approves no single jobs
+
+
+@pytest.mark.calm("it restarts a daemon")
+async def test_a_changed_job_has_another_digest_also_after_a_restart(folder: Path) -> None:
+    async with daemons.running(folder) as site:
+        job = await site.operator.start(job_file(goal=1))
+        client = await site.enroll(key="a-client-that-stays")
+        (before,) = (await client.review()).jobs
+        waiting = client.check_in(approvals=approvals(before.digest), trainers=("another",))
+        await site.waiting(1)
+        await site.operator.jobs.SetJob(admin_pb2.SetJobRequest(job=job, changes=["retention.versions=2"]))
+        (after,) = (await client.review()).jobs
+        assert after.digest != before.digest
+        waiting.cancel()
+        assert (await client.refusal(approvals=approvals(before.digest))).reason == model_pb2.REASON_NOT_ELIGIBLE
+        assert (await client.assignment(approvals=approvals(after.digest))).job_digest == after.digest
+    async with daemons.running(folder) as site:
+        client = await site.enroll(key="a-client-that-stays")
+        assert [each.digest for each in (await client.review()).jobs] == [after.digest]
+
+
+async def test_too_much_is_refused(site: Site) -> None:
+    client = await site.enroll()
+    for call, text in (
+        (lambda: client.check_in(approvals=approvals(*["ab" * 32] * 501)), "501 approvals; at most 500"),
+        (lambda: client.check_in(approvals=approvals(**{f"{n}": "" for n in range(101)})), "101 rejections"),
+        (lambda: client.check_in(approvals=approvals("no digest")), "64 lower-case"),
+        (lambda: client.review(["ab" * 32] * 1001), "1001 known digests; at most 1000"),
+        (lambda: client.review(page_token="x"), "page_token"),
+    ):
+        with pytest.raises(Exception, match=text):
+            await call()
