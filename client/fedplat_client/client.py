@@ -12,7 +12,6 @@ from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from fedplat import texts
 from fedplat.config.loaded_plugins import CLIENT_KINDS, load_plugins
 from fedplat.secure_aggregation import setup
 from fedplat.wire.auth import Ticket
@@ -23,18 +22,21 @@ from fedplat_client._auth.enrollment import ClientDescription, ClientSession, En
 from fedplat_client._auth.mtls import CertificateAccess
 from fedplat_client._protocols import registry
 from fedplat_client._state import data_dir as data_directory
+from fedplat_client._state.approvals import Decision
 from fedplat_client._state.data_dir import SigningKey
 from fedplat_client._state.model_cache import ModelCache
 from fedplat_client._state.privacy_ledger import PrivacyLedger
 from fedplat_client._state.released import ReleaseRecord
 from fedplat_client._state.two_phase import ClientStateStore, Residuals, ServedAttempts
 from fedplat_client._work import heartbeat, process_group, training, transfer, work
+from fedplat_client._work.consent import Consent
 from fedplat_client._work.peers.port import PeerPort
 from fedplat_client.backoff import Backoff, PollTime, draw_s, is_cut
-from fedplat_client.options import ClientOptions
+from fedplat_client.options import ClientOptions, check_text, validate_labels
 from fedplat_client.task import EvaluateFunction, TaskOutcome, TrainFunction
 
 if TYPE_CHECKING:
+    from fedplat_client._consent.owner import OwnerFiles
     from fedplat_client._protocols.gossip.worker import SiloWorker
 
 Function = TypeVar("Function", TrainFunction, EvaluateFunction)
@@ -87,11 +89,11 @@ class Client:
         ticket: Ticket | None = None,
         plugins: Mapping[str, type | str] | None = None,
     ) -> None:
-        self._server = _check_text("the server", server)
+        self._server = check_text("the server", server)
         self._ticket = ticket
-        self._population = _check_text("the population", population)
-        self._labels = _validate_labels(labels or {})
-        self._directory = data_directory.DataDirectory(_resolve_data_dir(data_dir), server, population)
+        self._population = check_text("the population", population)
+        self._labels = validate_labels(labels or {})
+        self._directory = data_directory.DataDirectory(data_directory.resolve_data_dir(data_dir), server, population)
         self._options = options or ClientOptions()
         self._poll_time = PollTime(self._options.check_in_wait_s)
         self._plugins = load_plugins(plugins or {}, CLIENT_KINDS)
@@ -118,7 +120,7 @@ class Client:
         """
         parsed = enrollment.find_ticket(ticket)
         if parsed is None:
-            identity = data_directory.find_identity(_resolve_data_dir(data_dir))
+            identity = data_directory.find_identity(data_directory.resolve_data_dir(data_dir))
             server, population = identity.server, identity.population
         else:
             server, population = parsed.server, parsed.population
@@ -142,11 +144,11 @@ class Client:
 
     def add_trainer(self, name: str, function: TrainFunction) -> TrainFunction:
         """Register a trainer and return it. Raises `ValueError` if the name is taken."""
-        return _register(self._trainers, "trainer", name, function)
+        return training.register(self._trainers, "trainer", name, function)
 
     def add_evaluator(self, name: str, function: EvaluateFunction) -> EvaluateFunction:
         """Register an evaluator and return it. Raises `ValueError` if the name is taken."""
-        return _register(self._evaluators, "evaluator", name, function)
+        return training.register(self._evaluators, "evaluator", name, function)
 
     def add_context(self, context: contextlib.AbstractContextManager[object]) -> None:
         """Enter a context while the client runs, once its data directory is locked; for what trainers share."""
@@ -167,7 +169,7 @@ class Client:
 
         Before the client's first start, create the key. Raises `DataDirectoryError`.
         """
-        return self._directory.load_public_key(self._ticket).hex()
+        return self._directory.load_own_key(self._ticket).public.hex()
 
     def stop(self) -> None:
         """Make `run` return soon; a stopped client cannot run again. Callable from any thread at any time.
@@ -219,7 +221,8 @@ class Client:
                     outcome = TaskOutcome.NO_WORK
                     if isinstance(found, fleet_pb2.Assignment):
                         num_tasks += 1
-                        found = worker.run(found, self._next_check_in(session, is_last=num_tasks == max_tasks))
+                        is_last = num_tasks == max_tasks or worker.parts.consent.is_due
+                        found = worker.run(found, self._next_check_in(session, is_last=is_last))
                         outcome = _read_outcome(found)
                     upcoming = found.next
                     enrolled_again = enrolled_again and found.failed
@@ -263,7 +266,7 @@ class Client:
             raise
         self._poll_time.note_answer()
         choice.note_answer()
-        return reply.assignment if reply.HasField("assignment") else _read_refusal(reply)
+        return reply.assignment if reply.HasField("assignment") else heartbeat.read_refusal(reply)
 
     def _next_check_in(self, session: ClientSession, *, is_last: bool) -> fleet_pb2.CheckInRequest | None:
         """Return the check-in that may be sent with the report of an assignment; None if another one is not wanted."""
@@ -321,13 +324,16 @@ class Client:
             halves = registry.make_halves(open_silos)
             worker = work.AssignmentWorker(parts, lambda each: halves[registry.name_of(each)])
             endpoints = Endpoints(signed, connection, way)
-            session = ClientSession(endpoints, self._directory, identity, self._description(), self._stop)
+            self._poll_time = PollTime(min(self._options.check_in_wait_s, parts.consent.longest_wait_s))
+            description = self._description(parts.consent)
+            session = ClientSession(endpoints, self._directory, identity, description, self._stop)
             is_silo = self._options.takes_exchanges or self._directory.silos.exists()
             unfinished = open_silos().find_unfinished() if is_silo else []
 
             def prepare() -> None:
                 """Open the client's port; continue the rounds of decentralised jobs that the last process began."""
                 port.keep_open(self._stop)
+                parts.consent.refresh(connection, self._stop)
                 while unfinished and not self._stop.is_set():
                     begun = unfinished.pop()
                     worker.run(begun)
@@ -356,12 +362,14 @@ class Client:
             raise errors.DataDirectoryError(
                 f"{directory.models} cannot be used: {exc}; free space or make it writable"
             ) from exc
+        record = ReleaseRecord(directory.released, cache.give_way)
         return work.ClientParts(
             connection=connection,
             downloader=transfer.Downloader(connection, cache, options.max_model_bytes, self._plugins.table),
             residuals=Residuals(directory.residuals, options.cache_limit_bytes, cache.give_way),
             served=ServedAttempts(directory.served),
-            record=ReleaseRecord(directory.released, cache.give_way),
+            record=record,
+            consent=self._open_consent(key, record),
             client_states=ClientStateStore(directory.client_states, options.cache_limit_bytes, cache.give_way),
             trainers=training.LocalTrainers(
                 trainers=self._trainers,
@@ -387,7 +395,44 @@ class Client:
         )
         return SiloWorker(parts)
 
-    def _description(self) -> ClientDescription:
+    def _open_consent(self, key: SigningKey, record: ReleaseRecord) -> Consent:
+        """Return the consent of the client's owner; clients whose owner approves no jobs do not load its modules."""
+        directory, options = self._directory, self._options
+        is_asked = options.require_approval or options.policy is not None
+        if not (is_asked or directory.policy.exists() or directory.approvals.exists()):
+            return Consent()
+        from fedplat_client._consent.owner import OwnerConsent, open_files
+
+        return OwnerConsent(open_files(directory, key, options.policy, self._plugins.table), record, options.clock)
+
+    def open_owner_files(self) -> OwnerFiles:
+        """Return what the client's owner decides on jobs with, also while the client runs.
+
+        Before the client's first start, create its key. Raises `DataDirectoryError`.
+        """
+        from fedplat_client._consent.owner import open_files
+
+        key = self._directory.load_own_key(self._ticket)
+        return open_files(self._directory, key, self._options.policy, self._plugins.table)
+
+    def fetch_offers(self) -> None:
+        """Get the jobs that the server offers, for a client that does not run. Raises `CallError` or `ClientError`."""
+        with self._open_session() as (session, _, worker, _):
+            session.enroll()
+            worker.parts.consent.refresh(worker.parts.connection, self._stop)
+
+    def decide(self, digest: str, decision: Decision) -> None:
+        """Store a decision of the owner on the job with a digest, also while the client runs.
+
+        A client that runs, or else this call, notes it in the record. Raises `DataDirectoryError`.
+        """
+        from fedplat_client._consent.owner import note_decision
+
+        decisions = self.open_owner_files().approvals.decide(digest, decision)
+        with contextlib.suppress(errors.DataDirectoryInUseError), self._directory.lock():
+            note_decision(ReleaseRecord(self._directory.released), decisions)
+
+    def _description(self, consent: Consent) -> ClientDescription:
         features = [] if self._options.leaves_tasks else [setup.FEATURE]
         if self._options.takes_exchanges:
             from fedplat.gossip import steps
@@ -401,6 +446,7 @@ class Client:
             evaluators=sorted(self._evaluators),
             features=features,
             plugins=self._plugins,
+            announce=consent.announce,
         )
 
     def _certificates(self, signed: authenticator.SignedAccess, identity: data_directory.Identity) -> CertificateAccess:
@@ -443,52 +489,7 @@ class Client:
         return {"server": self._server, "population": self._population}
 
 
-def _resolve_data_dir(data_dir: str | os.PathLike[str] | None) -> Path:
-    if data_dir is None:
-        return data_directory.default_data_dir()
-    try:
-        return Path(data_dir).expanduser().absolute()  # a trainer may change the current folder
-    except RuntimeError as exc:
-        raise errors.DataDirectoryError(
-            f"the data directory {os.fspath(data_dir)} begins with ~, and that home directory is not known: write the "
-            "whole path"
-        ) from exc
-
-
-def _check_text(what: str, text: str) -> str:
-    """Return a text that the server gets. Raises `ValueError` for bytes of another encoding than UTF-8."""
-    if (shown := texts.repair(text)) != text:
-        raise ValueError(f"{what} '{shown}' is not valid UTF-8; write it in UTF-8")
-    return text
-
-
-def _validate_labels(labels: Mapping[str, str]) -> dict[str, str]:
-    for key, value in labels.items():
-        if not key or type(key) is not str or type(value) is not str:
-            raise ValueError(f"the label {key!r} is {value!r}; expected text for both, such as {{'memory_mb': '4096'}}")
-        _check_text("the label", f"{key}={value}")
-    return dict(labels)
-
-
 def _read_outcome(result: heartbeat.CheckInResult) -> TaskOutcome:
     if result.left:
         return TaskOutcome.LEFT
     return TaskOutcome.FAILED if result.failed else TaskOutcome.DONE
-
-
-def _read_refusal(reply: fleet_pb2.CheckInResponse) -> heartbeat.CheckInResult:
-    """Convert a check-in without an assignment; if the server names no retry window, the client backs off."""
-    refusal = reply.refusal
-    _logger.debug("No assignment: %s", refusal.text, extra={"reason": cancellation.reason_name(refusal.reason)})
-    if refusal.HasField("retry"):
-        return heartbeat.CheckInResult(failed=False, retry=refusal.retry)
-    return heartbeat.CheckInResult(failed=True)
-
-
-def _register(table: dict[str, Function], kind: str, name: str, function: Function) -> Function:
-    if not name or not callable(function):
-        raise ValueError(f"a {kind} needs a name and a function; got {name!r} and {function!r}")
-    if name in table:
-        raise ValueError(f"a {kind} {name!r} exists already; names must be unique")
-    table[_check_text(f"the name of the {kind}", name)] = function
-    return function

@@ -37,7 +37,13 @@ class IdentityOptions(TypedDict):
     data_dir: Path | None
 
 
-class ClientCommandOptions(IdentityOptions):
+class ApprovalOptions(IdentityOptions):
+    """The values of `APPROVAL_OPTIONS`."""
+
+    policy: Path | None
+
+
+class ClientCommandOptions(ApprovalOptions):
     """The values of `RUN_OPTIONS`."""
 
     plugins: tuple[str, ...]
@@ -53,6 +59,7 @@ class ClientCommandOptions(IdentityOptions):
     min_secure_clients: int
     min_secure_threshold: float
     trusted_clients: Path | None
+    require_approval: bool
     exchange_models: bool
     max_share: float
     peer_listen: str
@@ -96,6 +103,15 @@ IDENTITY_OPTIONS = (
 )
 """The options of each command: which client it is."""
 
+_POLICY = _option(
+    "--policy",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    envvar="FEDPLAT_POLICY",
+    help="File (TOML) with the jobs that may run without being approved one by one; implies --require-approval. "
+    "Default: policy.toml in the client's folder of the data directory, if it is there.",
+)
+APPROVAL_OPTIONS = (*IDENTITY_OPTIONS, _POLICY)
+"""The options of each command that shows or decides what may run."""
 RUN_OPTIONS = (
     *IDENTITY_OPTIONS,
     click.option(
@@ -179,6 +195,12 @@ RUN_OPTIONS = (
         help="File with the public keys of the clients that may take part in a secure aggregation with this one, or "
         "exchange models with it, one in each line as the command identity shows it; default: any client.",
     ),
+    _flag(
+        "--require-approval",
+        envvar="FEDPLAT_REQUIRE_APPROVAL",
+        help="Run only jobs that were approved with the command approve, or by a policy.",
+    ),
+    _POLICY,
     _flag(
         "--exchange-models",
         envvar="FEDPLAT_EXCHANGE_MODELS",

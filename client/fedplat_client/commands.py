@@ -7,9 +7,9 @@ import logging
 import platform
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 import click
 import msgspec
@@ -19,8 +19,7 @@ from fedplat.command_line.with_click import ClickCommands
 from fedplat.config import loaded_plugins
 from fedplat.errors import FedplatError, MissingExtraError, PluginError, TicketError, refer_to_docs
 from fedplat.wire import process_tuning
-from fedplat_client import errors, log, releases, trainer_options
-from fedplat_client._auth import enrollment
+from fedplat_client import approval_commands, client_opening, errors, log, releases, trainer_options
 from fedplat_client._version import __version__
 from fedplat_client.client import Client
 from fedplat_client.command_options import (
@@ -63,13 +62,6 @@ class _FlowerOptions(ClientCommandOptions):
     node_config: tuple[str, ...]
     max_tasks: int | None
     run_config: tuple[str, ...]
-
-
-class _ClientArguments(TypedDict):
-    labels: dict[str, str]
-    data_dir: Path | None
-    options: ClientOptions
-    plugins: Mapping[str, type | str]
 
 
 @click.group(
@@ -173,7 +165,7 @@ def flower(**options: Unpack[_FlowerOptions]) -> None:
 )
 def list_released(limit: int | None, form: str | None, verify: bool, **options: Unpack[IdentityOptions]) -> None:
     """Show the record of what has left the client."""
-    path = _find_client(options).released
+    path = client_opening.find_client(options).released
     try:
         if verify:
             releases.verify(path)
@@ -185,6 +177,10 @@ def list_released(limit: int | None, form: str | None, verify: bool, **options: 
         raise click.ClickException(log.make_printable(f"the record {path} cannot be read: {exc}")) from exc
 
 
+for each in approval_commands.COMMANDS:
+    main.add_command(each)
+
+
 @main.command(
     help="Show the public key that identifies the client, for the file of --trusted-clients of other clients. Before "
     "the first start, create the key."
@@ -192,26 +188,12 @@ def list_released(limit: int | None, form: str | None, verify: bool, **options: 
 @add_options(IDENTITY_OPTIONS)
 def identity(**options: Unpack[IdentityOptions]) -> None:
     """Show a public key, as a line of the file of trusted clients."""
-    client = _find_client(options)
+    client = client_opening.find_client(options)
     try:
         key = client.load_public_key()
     except errors.DataDirectoryError as exc:
         raise click.ClickException(log.make_printable(str(exc))) from exc
     click.echo(key)
-
-
-def _find_client(options: IdentityOptions) -> Client:
-    """Open a client that does not run, and whose options do not matter."""
-    arguments: _ClientArguments = {
-        "labels": {},
-        "data_dir": options["data_dir"],
-        "options": ClientOptions(),
-        "plugins": {},
-    }
-    try:
-        return _open_client(options, arguments)
-    except (ValueError, TicketError, errors.DataDirectoryError) as exc:
-        raise UsageError(log.make_printable(str(exc))) from exc
 
 
 def _run(options: ClientCommandOptions, create: Callable[[], Client], work: Callable[[Client], None]) -> None:
@@ -261,7 +243,7 @@ def _find_rest(before: Iterable[threading.Thread]) -> list[str]:
 
 def _create_client(options: _NamedOptions) -> Client:
     try:
-        client = _open_client(options, _read_arguments(options))
+        client = client_opening.open_client(options, _read_arguments(options))
         trainer_options.add_trainers(client, options)
     except PluginError as exc:
         raise UsageError(f"--plugin {exc}") from exc
@@ -284,7 +266,7 @@ def _create_flower_client(options: _FlowerOptions) -> Client:
         data_dir = options["data_dir"]
         place = f"{platform.node()}:{data_dir.resolve() if data_dir is not None else ''}"
         trainer = FlowerTrainer(app=app, node_config=node_config, node_id=node_id(place))  # the same after a restart
-        client = _open_client(options, _read_arguments(options))
+        client = client_opening.open_client(options, _read_arguments(options))
         client.add_trainer(options["name"] or app.name, trainer)
         client.add_evaluator(options["name"] or app.name, trainer.evaluate)
     except PluginError as exc:
@@ -294,7 +276,7 @@ def _create_flower_client(options: _FlowerOptions) -> Client:
     return client
 
 
-def _read_arguments(options: ClientCommandOptions) -> _ClientArguments:
+def _read_arguments(options: ClientCommandOptions) -> client_opening.ClientArguments:
     names = {each.name for each in dataclasses.fields(ClientOptions)}
     named: dict[str, Any] = {name: value for name, value in options.items() if name in names}
     return {
@@ -303,28 +285,6 @@ def _read_arguments(options: ClientCommandOptions) -> _ClientArguments:
         "options": ClientOptions(cache_limit_bytes=options["cache_limit"], **named),
         "plugins": loaded_plugins.parse_plugins(options["plugins"]),
     }
-
-
-def _open_client(options: IdentityOptions, given: _ClientArguments) -> Client:
-    """Open the client named by the ticket or the options; without either, the one enrolled in the data directory."""
-    server, population = options["server"], options["population"]
-    text, file, context = options["ticket"], options["ticket_file"], click.get_current_context()
-    ranks = settings.rank(context, "ticket"), settings.rank(context, "ticket_file")
-    if text is not None and file is not None and ranks not in ((0, 0), (2, 2)):  # of two variables the ticket counts
-        text, file = (text, None) if ranks[0] <= ranks[1] else (None, file)
-    ticket = enrollment.find_ticket(text, file)
-    if ticket is not None:
-        if (server or ticket.server, population or ticket.population) != (ticket.server, ticket.population):
-            raise UsageError(
-                f"the ticket is for {ticket.population!r} at {ticket.server}, but --server or --population differs; "
-                "use either the ticket or the options"
-            )
-        return Client.from_ticket(ticket.to_text(), **given)
-    if server and population:
-        return Client(server, population=population, **given)
-    if server or population:
-        raise UsageError("--server and --population must be used together; a ticket contains both")
-    return Client.from_ticket(**given)
 
 
 def _parse_labels(items: Sequence[str]) -> dict[str, str]:

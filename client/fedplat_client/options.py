@@ -6,13 +6,13 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from fedplat import wire
+from fedplat import texts, wire
 from fedplat.secure_aggregation.messages import KEY_BYTES, MAX_GROUP, MIN_GROUP
 from fedplat.wire import auth, proxies
 from fedplat_client import transport
@@ -82,6 +82,12 @@ class ClientOptions:
     """Public keys of the clients that may take part in a secure aggregation with this one, and exchange models with it,
     as `fedplat-client identity` shows them, or a file with one in each line; otherwise the server could add clients of
     its own. None: any client."""
+    require_approval: bool = False
+    """Run only jobs that the owner of the data has approved, by their digests, with `fedplat-client approve`. The
+    client derives what it does from the approved job file, and refuses assignments that differ (`NOT_APPROVED`)."""
+    policy: str | os.PathLike[str] | None = None
+    """File with the owner's policy (TOML): which jobs may run without being asked about. Implies `require_approval`, as
+    do files `policy.toml` and `approvals.json` in the data directory."""
     exchange_models: bool = False
     """Take part in decentralised jobs, in which other clients see this client's whole model (their neighbours in each
     round, or with `exchange = "ring"` only the mean of all). Without it the client refuses such jobs
@@ -207,6 +213,22 @@ class ClientOptions:
 
         trusted = None if self._trusted_keys is None else self._trusted_keys | {own_key}
         return ParticipantLimits(self.min_secure_clients, self.min_secure_threshold, trusted, self.require_confirmation)
+
+
+def check_text(what: str, text: str) -> str:
+    """Return a text that the server gets. Raises `ValueError` for bytes of another encoding than UTF-8."""
+    if (shown := texts.repair(text)) != text:
+        raise ValueError(f"{what} '{shown}' is not valid UTF-8; write it in UTF-8")
+    return text
+
+
+def validate_labels(labels: Mapping[str, str]) -> dict[str, str]:
+    """Return labels that the server gets. Raises `ValueError`."""
+    for key, value in labels.items():
+        if not key or type(key) is not str or type(value) is not str:
+            raise ValueError(f"the label {key!r} is {value!r}; expected text for both, such as {{'memory_mb': '4096'}}")
+        check_text("the label", f"{key}={value}")
+    return dict(labels)
 
 
 def _check_listener(listen: str, address: str) -> None:

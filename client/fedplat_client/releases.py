@@ -72,6 +72,8 @@ def _list_cells(release: ReleasedLine) -> tuple[str, ...]:
         protection += f", noise {masks.noise_multiplier:.3g}"
     job, number = f"{release.job} ({release.job_id})", f"{release.round}.{release.attempt}"
     receiver = release.receiver or "server"
+    if release.content == "decision":
+        job, number, receiver = f"number {release.approvals}", "", ""
     return release.time[:19], release.content, receiver, job, number, size, protection, release.digest[:16]
 
 

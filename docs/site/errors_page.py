@@ -255,7 +255,7 @@ REASONS: Mapping[Reason, tuple[str, str]] = {
     Reason.KEYS_LOST: ("a client that lives through the attempt", "nothing: the next attempt has new keys"),
     Reason.NOT_APPROVED: (
         "a job that the client's owner has approved, and exactly what its file says",
-        "ask the owner; the text has what differs",
+        "ask the owner; the text has what differs: [approving jobs](approval.md)",
     ),
     Reason.UNREACHABLE: ("a heartbeat each `deadlines.heartbeat_s`", "look at the client's machine and line"),
     Reason.REVOKED: ("a client that was not revoked", "`fedplat audit` has who revoked it"),

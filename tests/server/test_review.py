@@ -23,7 +23,7 @@ def approvals(*digests: str, **rejected: str) -> fleet_pb2.OwnerApprovals:
 async def test_a_client_reads_the_jobs_of_its_population(site: Site) -> None:
     text = "# IRB 7\n" + job_file(goal=1)
     job = await site.operator.create(text)
-    await site.operator.create(job_file(goal=1).replace("population = \"demo\"", "population = \"others\""))
+    await site.operator.create(job_file(goal=1).replace('population = "demo"', 'population = "others"'))
     ended = await site.operator.start(job_file(goal=1, name="ended"))
     await site.operator.jobs.CancelJob(admin_pb2.JobRequest(job=ended))
     client = await site.enroll()
@@ -52,6 +52,7 @@ async def test_only_clients_whose_owners_approve_a_job_are_drawn(site: Site) -> 
     assert (await free.assignment()).job_id == job_id  # its owner approves no single jobs
 
 
+@pytest.mark.slow
 @pytest.mark.calm("it restarts a daemon")
 async def test_a_changed_job_has_another_digest_also_after_a_restart(folder: Path) -> None:
     async with daemons.running(folder) as site:
@@ -71,6 +72,7 @@ async def test_a_changed_job_has_another_digest_also_after_a_restart(folder: Pat
         assert [each.digest for each in (await client.review()).jobs] == [after.digest]
 
 
+@pytest.mark.slow
 async def test_too_much_is_refused(site: Site) -> None:
     client = await site.enroll()
     for call, text in (

@@ -38,6 +38,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServicer):
         self.tokens = {"token-of-the-ticket"}
         # What the test plans.
         self.work: list[fleet_pb2.CheckInResponse] = []
+        self.jobs: list[fleet_pb2.ReviewedJob] = []
         # A status, or a status with the code that the real server would send along.
         self.failures: dict[str, list[grpc.StatusCode | tuple[grpc.StatusCode, str]]] = defaultdict(list)
         self.refusal = ""  # the text of these, unless it is empty
@@ -146,6 +147,14 @@ class FakeFleet(fleet_pb2_grpc.FleetServicer):
             refusal = fleet_pb2.Refusal(reason=model_pb2.REASON_NO_WORK, retry=model_pb2.RetryWindow())
             return fleet_pb2.CheckInResponse(refusal=refusal)
         return self.work.pop(0)
+
+    def ReviewJobs(self, request: fleet_pb2.ReviewJobsRequest, context: Any) -> fleet_pb2.ReviewJobsResponse:
+        self._enter("ReviewJobs", request, context)
+        response = fleet_pb2.ReviewJobsResponse(jobs=self.jobs)
+        for each in response.jobs:
+            if each.digest in request.known:
+                each.job_file = ""
+        return response
 
     def Download(self, request: fleet_pb2.DownloadRequest, context: Any) -> Iterator[model_pb2.Chunk]:
         self._enter("Download", request, context)

@@ -164,6 +164,7 @@ def sign_challenge(key: SigningKey, method: str, nonce: bytes, request: bytes) -
 
 
 _CHECK_IN = Method("CheckIn", fleet_pb2.CheckInResponse)
+_REVIEW_JOBS = Method("ReviewJobs", fleet_pb2.ReviewJobsResponse)
 _HEARTBEAT = Method("Heartbeat", fleet_pb2.HeartbeatResponse)
 _QUERY_UPLOAD = Method("QueryUpload", fleet_pb2.QueryUploadResponse)
 _REPORT = Method("Report", fleet_pb2.ReportResponse)
@@ -235,6 +236,10 @@ class Connection:
         self._limit_wait(request)
         with version_check():
             return self._call(_CHECK_IN, request, signal, request.wait_s + self._timeout_s)
+
+    def review_jobs(self, request: fleet_pb2.ReviewJobsRequest, signal: StopSignal) -> fleet_pb2.ReviewJobsResponse:
+        """Return a page of the jobs of the client's population."""
+        return self._call(_REVIEW_JOBS, request, signal, self._timeout_s)
 
     def heartbeat(self, request: fleet_pb2.HeartbeatRequest, signal: StopSignal) -> fleet_pb2.HeartbeatResponse:
         """Send the progress; wait for a stop order or, after `request.wait_s`, for the remaining time."""

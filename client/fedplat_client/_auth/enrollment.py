@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +38,8 @@ class ClientDescription:
     evaluators: Sequence[str]
     features: Sequence[str] = (FEATURE,)
     plugins: LoadedPlugins = NO_PLUGINS
+    announce: Callable[[], fleet_pb2.OwnerApprovals | None] = lambda: None
+    """Returns what the owner of the client has decided of jobs by now."""
     ticket: auth.Ticket | None = None
 
 
@@ -118,6 +120,7 @@ class ClientSession:
             codecs=sorted([*CODECS, *self._description.plugins.names("codecs")]),
             algorithms=self._description.plugins.names("algorithms"),
             features=self._description.features,
+            approvals=self._description.announce(),
             wait_s=wait_s,
         )
 

@@ -9,6 +9,9 @@
                                  residuals/      the codecs' residuals (fedplat_client._state.two_phase)
                                  memories/       the client states (fedplat_client._state.two_phase)
                                  released.jsonl  what has left the client (fedplat_client._state.released)
+                                 approvals.json  what its owner has decided of jobs (fedplat_client._state.approvals)
+                                 policy.toml     what its owner has decided beforehand (fedplat.job.policy)
+                                 offers/         the files of jobs that the server has offered
                                  silos/          the models of decentralised jobs (fedplat_client._state.silo_store)
                                  tasks/          the task folders of programs (fedplat_client.trainers.external)
            exports/              the models with which decentralised jobs have ended, for the client's owner
@@ -66,6 +69,19 @@ def default_data_dir() -> Path:
         ) from exc
 
 
+def resolve_data_dir(data_dir: str | os.PathLike[str] | None) -> Path:
+    """Return the data directory as an absolute path; None: the default. Raises `DataDirectoryError`."""
+    if data_dir is None:
+        return default_data_dir()
+    try:
+        return Path(data_dir).expanduser().absolute()  # a trainer may change the current folder
+    except RuntimeError as exc:
+        raise DataDirectoryError(
+            f"the data directory {os.fspath(data_dir)} begins with ~, and that home directory is not known: write the "
+            "whole path"
+        ) from exc
+
+
 def find_identity(data_dir: Path) -> Identity:
     """Return the only identity in a data directory. Raises `DataDirectoryError` unless there is exactly one."""
     paths = sorted(data_dir.glob("*/*/identity.json"))
@@ -91,6 +107,9 @@ class DataDirectory:
         self.exports = data_dir / "exports"
         self.served = self.path / "served"
         self.released = self.path / "released.jsonl"
+        self.approvals = self.path / "approvals.json"
+        self.policy = self.path / "policy.toml"
+        self.offers = self.path / "offers"
         self.transport = self.path / "transport.json"
         self.privacy = data_dir / "privacy.json"
         self._server = server
@@ -167,12 +186,12 @@ class DataDirectory:
                 f"or delete {self._identity} to enroll as a new client"
             ) from exc
 
-    def load_public_key(self, ticket: Ticket | None = None) -> bytes:
-        """Return the client's public key, also while the client runs; before its first start, create its identity."""
+    def load_own_key(self, ticket: Ticket | None = None) -> SigningKey:
+        """Return the client's key, also while the client runs; before its first start, create its identity."""
         if self._identity.exists() and self._key.exists():
-            return self.load_signing_key(_read(self._identity)).public
+            return self.load_signing_key(_read(self._identity))
         with self.lock():
-            return self.load_signing_key(self.load_identity(ticket)).public
+            return self.load_signing_key(self.load_identity(ticket))
 
     def load_tls_key(self) -> bytes:
         """Return the private key for TLS, PEM; create and store it if necessary.

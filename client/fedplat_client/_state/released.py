@@ -26,10 +26,10 @@ from msgspec import Struct
 from fedplat import durable, system
 from fedplat_client._state import model_cache
 
-ReleasedContent = Literal["update", "digest", "metrics", "announcement", "model", "ring", "failure"]
+ReleasedContent = Literal["update", "digest", "metrics", "announcement", "model", "ring", "failure", "decision"]
 """What a line names: an update; the digest of the update of the line before, which was computed while it was sent; the
 metrics of an evaluation; what a silo tells of its model; its model or a mean for another silo; the chunks of a ring;
-the text of a failure."""
+the text of a failure; nothing, after the owner has decided on a job."""
 _FIRST = "0" * 64
 _HASH = b',"hash":"'
 _HASH_BYTES = len(_HASH) + 64 + len(b'"}')
@@ -75,13 +75,19 @@ class ReleasedLine(ReleasedItem, frozen=True, kw_only=True, omit_defaults=True):
     round: int
     attempt: int
     trainer: str
+    job_digest: str = ""
+    """The digest of the job; empty if the owner of the client does not approve jobs."""
+    base_digest: str = ""
+    """The SHA-256 of the model that the task began with, if the line has the digest of the job."""
+    approvals: int = 0
+    """The number of the owner's last decision then, which finds an older `approvals.json`."""
 
 
 class ReleaseRecord:
     """The file of one client, which only its process writes. `give_way` frees space on a full disk."""
 
     def __init__(self, path: Path, give_way: model_cache.GiveWay = lambda: False) -> None:
-        self._path = path
+        self.path = path
         self._give_way = give_way
         self._lock = threading.Lock()
         self._end: tuple[int, str] | None = None
@@ -92,9 +98,9 @@ class ReleaseRecord:
             model_cache.write_bounded(lambda: self._append(release), self._give_way)
 
     def _append(self, release: ReleasedLine) -> None:
-        is_new = not self._path.exists()
+        is_new = not self.path.exists()
         flags = os.O_RDWR | os.O_CREAT | system.O_BINARY
-        with open(os.open(self._path, flags, 0o600), "r+b", buffering=0) as file:
+        with open(os.open(self.path, flags, 0o600), "r+b", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             # The owner may have moved the file away since: then another chain begins.
             end, before = self._end if self._end and self._end[0] == size else _find_end(file, size)
@@ -112,7 +118,7 @@ class ReleaseRecord:
                     file.truncate(end)
                 raise
         if is_new:
-            durable.sync(self._path.parent)
+            durable.sync(self.path.parent)
         self._end = end + len(line), hash_
 
 

@@ -218,3 +218,12 @@ class StepCalls:
         if self.control.remaining_s <= 0 and not self.control.may_be_late:
             self.control.expire()
         signal.check()
+
+
+def read_refusal(reply: fleet_pb2.CheckInResponse) -> CheckInResult:
+    """Convert a check-in without an assignment; if the server names no retry window, the client backs off."""
+    refusal = reply.refusal
+    _logger.debug("No assignment: %s", refusal.text, extra={"reason": cancellation.reason_name(refusal.reason)})
+    if refusal.HasField("retry"):
+        return CheckInResult(failed=False, retry=refusal.retry)
+    return CheckInResult(failed=True)

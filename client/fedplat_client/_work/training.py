@@ -27,6 +27,7 @@ from fedplat_client._work import heartbeat
 from fedplat_client._work.content import Content
 from fedplat_client._work.heartbeat import AssignmentFailedError
 from fedplat_client.errors import CallError, ServerUnavailableError, TaskLeftError
+from fedplat_client.options import check_text
 from fedplat_client.task import Control, EvaluateFunction, EvaluateResult, Scalar, Task, TrainFunction, TrainResult
 
 _logger = logging.getLogger(__name__)
@@ -120,6 +121,16 @@ def stage_client_state(
             raise AssignmentFailedError(
                 model_pb2.REASON_TRAINER_ERROR, f"{problem}: it exceeds cache_limit_bytes, which can be raised"
             )
+
+
+def register(table: dict[str, Function], kind: str, name: str, function: Function) -> Function:
+    """Add a function to a table and return it. Raises `ValueError` if the name is taken."""
+    if not name or not callable(function):
+        raise ValueError(f"a {kind} needs a name and a function; got {name!r} and {function!r}")
+    if name in table:
+        raise ValueError(f"a {kind} {name!r} exists already; names must be unique")
+    table[check_text(f"the name of the {kind}", name)] = function
+    return function
 
 
 def _find(functions: Mapping[str, Function], kind: str, name: str) -> Function:

@@ -27,6 +27,7 @@ from fedplat_client._state import data_dir, released, two_phase
 from fedplat_client._state.released import PLAIN, Protection, ReleasedItem
 from fedplat_client._state.two_phase import ClientStateStore, Residuals, SentReport, WasMerged
 from fedplat_client._work import heartbeat, training, transfer
+from fedplat_client._work.consent import Consent
 from fedplat_client._work.content import Outgoing
 from fedplat_client._work.heartbeat import AssignmentFailedError, CheckInResult, Heartbeat
 from fedplat_client._work.training import LocalTrainers, stage_client_state
@@ -51,6 +52,7 @@ class ClientParts:
     served: two_phase.ServedAttempts
     record: released.ReleaseRecord
     trainers: LocalTrainers
+    consent: Consent
     options: ClientOptions
     stop: cancellation.StopSignal
     key: data_dir.SigningKey
@@ -69,10 +71,13 @@ class Trained(Generic[_Result]):
 def record_release(parts: ClientParts, assignment: fleet_pb2.Assignment, item: ReleasedItem) -> None:
     """Note in the record what is sent next.
 
-    Raises `AssignmentFailedError` if the record cannot be written: then it must not be sent.
+    Raises `AssignmentFailedError` if the record cannot be written, or if the owner has not approved the job, or not any
+    more: then it must not be sent.
     """
+    marks = parts.consent.check_release(assignment, item)
     release = released.ReleasedLine(
         **structs.asdict(item),
+        **marks._asdict(),
         time=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
         job_id=assignment.job_id,
         job=assignment.job_name,
@@ -188,6 +193,8 @@ class AssignedWork:
         parts, fields = self.parts, self.fields
         if self.check_in is not None and self.assignment.check_in_with_report:
             request.check_in.CopyFrom(self.check_in)
+            if (approvals := parts.consent.announce()) is not None:  # they may have changed since
+                request.check_in.approvals.CopyFrom(approvals)
 
         def recover(exc: ServerUnavailableError) -> None:
             if self.control.remaining_s <= 0:
@@ -316,6 +323,7 @@ class AssignmentWorker:
         _logger.info("The task started: %s.", name, extra=fields)
         try:
             with training.guard(control, "the client could not finish the task"):
+                parts.consent.check(assignment)
                 return half.run(work)
         except errors.Cancelled:
             stop = control.signal.stop

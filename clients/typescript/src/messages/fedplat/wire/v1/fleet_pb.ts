@@ -25,7 +25,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file fedplat/wire/v1/fleet.proto.
  */
 export const file_fedplat_wire_v1_fleet: GenFile = /*@__PURE__*/
-  fileDesc("ChtmZWRwbGF0L3dpcmUvdjEvZmxlZXQucHJvdG8SD2ZlZHBsYXQud2lyZS52MSIvChNHZXRDaGFsbGVuZ2VSZXF1ZXN0EhgKEHByb3RvY29sX3ZlcnNpb24YASABKA0iPwoUR2V0Q2hhbGxlbmdlUmVzcG9uc2USGAoQcHJvdG9jb2xfdmVyc2lvbhgBIAEoDRINCgVub25jZRgCIAEoDCL+AQoNRW5yb2xsUmVxdWVzdBISCgpwb3B1bGF0aW9uGAEgASgJEjoKBmxhYmVscxgCIAMoCzIqLmZlZHBsYXQud2lyZS52MS5FbnJvbGxSZXF1ZXN0LkxhYmVsc0VudHJ5EhcKD2lkZW1wb3RlbmN5X2tleRgDIAEoCRIYChBwcm90b2NvbF92ZXJzaW9uGAQgASgNEhgKEHNvZnR3YXJlX3ZlcnNpb24YBSABKAkSDQoFdG9rZW4YBiABKAkSEgoKcHVibGljX2tleRgHIAEoDBotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBIiMKDkVucm9sbFJlc3BvbnNlEhEKCWNsaWVudF9pZBgBIAEoCSJBChJPcGVuU2Vzc2lvblJlcXVlc3QSEQoJY2xpZW50X2lkGAEgASgJEhgKEHByb3RvY29sX3ZlcnNpb24YAiABKA0iKQoTT3BlblNlc3Npb25SZXNwb25zZRISCgpzZXNzaW9uX2lkGAEgASgJIkQKF1JlbmV3Q2VydGlmaWNhdGVSZXF1ZXN0EhcKD3NpZ25pbmdfcmVxdWVzdBgBIAEoDBIQCghsaXN0ZW5lchgCIAEoCCJjChhSZW5ld0NlcnRpZmljYXRlUmVzcG9uc2USEwoLY2VydGlmaWNhdGUYASABKAkSDAoEcG9ydBgCIAEoDRIPCgd2YWxpZF9zGAMgASgBEhMKC2F1dGhvcml0aWVzGAQgASgJIpwCCg5DaGVja0luUmVxdWVzdBIYChBwcm90b2NvbF92ZXJzaW9uGAEgASgNEhgKEHNvZnR3YXJlX3ZlcnNpb24YAiABKAkSOwoGbGFiZWxzGAMgAygLMisuZmVkcGxhdC53aXJlLnYxLkNoZWNrSW5SZXF1ZXN0LkxhYmVsc0VudHJ5EhAKCHRyYWluZXJzGAQgAygJEhIKCmV2YWx1YXRvcnMYBSADKAkSDgoGd2FpdF9zGAYgASgBEg4KBmNvZGVjcxgHIAMoCRISCgphbGdvcml0aG1zGAggAygJEhAKCGZlYXR1cmVzGAkgAygJGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEisAEKD0NoZWNrSW5SZXNwb25zZRIYChBwcm90b2NvbF92ZXJzaW9uGAEgASgNEhgKEHNvZnR3YXJlX3ZlcnNpb24YAiABKAkSMQoKYXNzaWdubWVudBgDIAEoCzIbLmZlZHBsYXQud2lyZS52MS5Bc3NpZ25tZW50SAASKwoHcmVmdXNhbBgEIAEoCzIYLmZlZHBsYXQud2lyZS52MS5SZWZ1c2FsSABCCQoHb3V0Y29tZSJtCgdSZWZ1c2FsEicKBnJlYXNvbhgBIAEoDjIXLmZlZHBsYXQud2lyZS52MS5SZWFzb24SDAoEdGV4dBgCIAEoCRIrCgVyZXRyeRgDIAEoCzIcLmZlZHBsYXQud2lyZS52MS5SZXRyeVdpbmRvdyKmBQoKQXNzaWdubWVudBINCgV0b2tlbhgBIAEoCRIOCgZqb2JfaWQYAiABKAkSEAoIam9iX25hbWUYAyABKAkSDQoFcm91bmQYBCABKA0SDwoHYXR0ZW1wdBgFIAEoDRIjCgR0YXNrGAYgASgOMhUuZmVkcGxhdC53aXJlLnYxLlRhc2sSDwoHdHJhaW5lchgHIAEoCRIoCgVtb2RlbBgIIAEoCzIZLmZlZHBsYXQud2lyZS52MS5Nb2RlbFJlZhI3CgZjb25maWcYCSADKAsyJy5mZWRwbGF0LndpcmUudjEuQXNzaWdubWVudC5Db25maWdFbnRyeRIaChJ0cmFpbmluZ190aW1lb3V0X3MYCiABKAESGAoQdXBsb2FkX3RpbWVvdXRfcxgLIAEoARITCgtoZWFydGJlYXRfcxgMIAEoARIOCgZ1cGxpbmsYDSABKAkSEwoLbW9kZWxfYnl0ZXMYDiABKAwSKgoFZGVsdGEYDyABKAsyGy5mZWRwbGF0LndpcmUudjEuTW9kZWxEZWx0YRITCgt0cmFjZXBhcmVudBgQIAEoCRIUCgxzZWN1cmVfc2V0dXAYESABKAwSMgoMZ29zc2lwX3NldHVwGBIgASgLMhwuZmVkcGxhdC53aXJlLnYxLkdvc3NpcFNldHVwEhMKC2RpZ2VzdF9sYXN0GBMgASgIEg4KBmJsYWtlMxgUIAEoCBISCgpudW1fcm91bmRzGBUgASgNEhwKFGNoZWNrX2luX3dpdGhfcmVwb3J0GBYgASgIEhUKDW1heF9kb3dubG9hZHMYFyABKA0aRQoLQ29uZmlnRW50cnkSCwoDa2V5GAEgASgJEiUKBXZhbHVlGAIgASgLMhYuZmVkcGxhdC53aXJlLnYxLlZhbHVlOgI4ASJUCgpNb2RlbERlbHRhEg4KBmRpZ2VzdBgBIAEoCRISCgpzaXplX2J5dGVzGAIgASgEEhMKC2Jhc2VfZGlnZXN0GAMgASgJEg0KBWNvZGVjGAQgASgJIn4KD0Rvd25sb2FkUmVxdWVzdBIOCgZkaWdlc3QYASABKAkSDgoGb2Zmc2V0GAIgASgEEg0KBXRva2VuGAMgASgJEg4KBnNlbmRlchgEIAEoCRIMCgRuYW1lGAUgASgJEg4KBndhaXRfcxgGIAEoARIOCgZsZW5ndGgYByABKAQiWAoNVXBsb2FkUmVxdWVzdBIvCgZoZWFkZXIYASABKAsyHS5mZWRwbGF0LndpcmUudjEuVXBsb2FkSGVhZGVySAASDgoEZGF0YRgCIAEoDEgAQgYKBHBhcnQihAEKDFVwbG9hZEhlYWRlchINCgV0b2tlbhgBIAEoCRIOCgZkaWdlc3QYAiABKAkSEgoKc2l6ZV9ieXRlcxgDIAEoBBIOCgZvZmZzZXQYBCABKAQSEAoIcmVjZWl2ZXIYBSABKAkSDAoEbmFtZRgGIAEoCRIRCgl1cGxvYWRfaWQYByABKAkiKAoOVXBsb2FkUmVzcG9uc2USFgoOcmVjZWl2ZWRfYnl0ZXMYASABKAQiZgoSUXVlcnlVcGxvYWRSZXF1ZXN0Eg0KBXRva2VuGAEgASgJEg4KBmRpZ2VzdBgCIAEoCRIQCghyZWNlaXZlchgDIAEoCRIMCgRuYW1lGAQgASgJEhEKCXVwbG9hZF9pZBgFIAEoCSItChNRdWVyeVVwbG9hZFJlc3BvbnNlEhYKDnJlY2VpdmVkX2J5dGVzGAEgASgEIogCCg1SZXBvcnRSZXF1ZXN0Eg0KBXRva2VuGAEgASgJEg4KBmRpZ2VzdBgCIAEoCRIUCgxudW1fZXhhbXBsZXMYAyABKAESPAoHbWV0cmljcxgEIAMoCzIrLmZlZHBsYXQud2lyZS52MS5SZXBvcnRSZXF1ZXN0Lk1ldHJpY3NFbnRyeRIOCgZ1cGRhdGUYBSABKAwSEQoJdXBsb2FkX2lkGAYgASgJEjEKCGNoZWNrX2luGAcgASgLMh8uZmVkcGxhdC53aXJlLnYxLkNoZWNrSW5SZXF1ZXN0Gi4KDE1ldHJpY3NFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAE6AjgBIqABCg5SZXBvcnRSZXNwb25zZRIrCgdyZWNlaXB0GAEgASgLMhguZmVkcGxhdC53aXJlLnYxLlJlY2VpcHRIABIrCgdyZWZ1c2FsGAIgASgLMhguZmVkcGxhdC53aXJlLnYxLlJlZnVzYWxIABIpCgRuZXh0GAMgASgLMhsuZmVkcGxhdC53aXJlLnYxLkFzc2lnbm1lbnRCCQoHb3V0Y29tZSJJCgdSZWNlaXB0Eg4KBmpvYl9pZBgBIAEoCRINCgVyb3VuZBgCIAEoDRIPCgdhdHRlbXB0GAMgASgNEg4KBmRpZ2VzdBgEIAEoCSKZAQoLU3RlcFJlcXVlc3QSDQoFdG9rZW4YASABKAkSDgoGd2FpdF9zGAIgASgBEjAKBnNlY3VyZRgDIAEoCzIeLmZlZHBsYXQud2lyZS52MS5TZWN1cmVNZXNzYWdlSAASLgoGZ29zc2lwGAQgASgLMhwuZmVkcGxhdC53aXJlLnYxLlNpbG9NZXNzYWdlSABCCQoHY29udGVudCL3AQoMU3RlcFJlc3BvbnNlEisKB3JlZnVzYWwYASABKAsyGC5mZWRwbGF0LndpcmUudjEuUmVmdXNhbEgAEisKB3dhaXRpbmcYAiABKAsyGC5mZWRwbGF0LndpcmUudjEuV2FpdGluZ0gAEiUKBGRvbmUYAyABKAsyFS5mZWRwbGF0LndpcmUudjEuRG9uZUgAEi4KBnNlY3VyZRgEIAEoCzIcLmZlZHBsYXQud2lyZS52MS5TZWN1cmVJbnB1dEgAEisKBmdvc3NpcBgFIAEoCzIZLmZlZHBsYXQud2lyZS52MS5TaWxvU3RlcEgAQgkKB291dGNvbWUiHgoHV2FpdGluZxITCgtyZW1haW5pbmdfcxgBIAEoASIGCgREb25lImYKDVNlY3VyZU1lc3NhZ2USDgoEa2V5cxgBIAEoDEgAEhAKBnNoYXJlcxgCIAEoDEgAEhYKDGNvbmZpcm1hdGlvbhgDIAEoDEgAEhAKBmFuc3dlchgEIAEoDEgAQgkKB21lc3NhZ2UiYQoLU2VjdXJlSW5wdXQSEAoGcm9zdGVyGAEgASgMSAASEAoGc2hhcmVzGAIgASgMSAASEwoJc3Vydml2b3JzGAMgASgMSAASEAoGdW5tYXNrGAQgASgMSABCBwoFaW5wdXQiUwoLRmFpbFJlcXVlc3QSDQoFdG9rZW4YASABKAkSJwoGcmVhc29uGAIgASgOMhcuZmVkcGxhdC53aXJlLnYxLlJlYXNvbhIMCgR0ZXh0GAMgASgJIg4KDEZhaWxSZXNwb25zZSJDChBIZWFydGJlYXRSZXF1ZXN0Eg0KBXRva2VuGAEgASgJEhAKCHByb2dyZXNzGAIgASgBEg4KBndhaXRfcxgDIAEoASJ2ChFIZWFydGJlYXRSZXNwb25zZRIsCgdwcm9jZWVkGAEgASgLMhkuZmVkcGxhdC53aXJlLnYxLkNvbnRpbnVlSAASKAoEc3RvcBgCIAEoCzIYLmZlZHBsYXQud2lyZS52MS5SZWZ1c2FsSABCCQoHdmVyZGljdCIyCghDb250aW51ZRITCgtyZW1haW5pbmdfcxgBIAEoARIRCgl1cGxvYWRpbmcYAiABKAgqPwoEVGFzaxIUChBUQVNLX1VOU1BFQ0lGSUVEEAASDgoKVEFTS19UUkFJThABEhEKDVRBU0tfRVZBTFVBVEUQAjLYBwoFRmxlZXQSWwoMR2V0Q2hhbGxlbmdlEiQuZmVkcGxhdC53aXJlLnYxLkdldENoYWxsZW5nZVJlcXVlc3QaJS5mZWRwbGF0LndpcmUudjEuR2V0Q2hhbGxlbmdlUmVzcG9uc2USSQoGRW5yb2xsEh4uZmVkcGxhdC53aXJlLnYxLkVucm9sbFJlcXVlc3QaHy5mZWRwbGF0LndpcmUudjEuRW5yb2xsUmVzcG9uc2USWAoLT3BlblNlc3Npb24SIy5mZWRwbGF0LndpcmUudjEuT3BlblNlc3Npb25SZXF1ZXN0GiQuZmVkcGxhdC53aXJlLnYxLk9wZW5TZXNzaW9uUmVzcG9uc2USZwoQUmVuZXdDZXJ0aWZpY2F0ZRIoLmZlZHBsYXQud2lyZS52MS5SZW5ld0NlcnRpZmljYXRlUmVxdWVzdBopLmZlZHBsYXQud2lyZS52MS5SZW5ld0NlcnRpZmljYXRlUmVzcG9uc2USTAoHQ2hlY2tJbhIfLmZlZHBsYXQud2lyZS52MS5DaGVja0luUmVxdWVzdBogLmZlZHBsYXQud2lyZS52MS5DaGVja0luUmVzcG9uc2USRgoIRG93bmxvYWQSIC5mZWRwbGF0LndpcmUudjEuRG93bmxvYWRSZXF1ZXN0GhYuZmVkcGxhdC53aXJlLnYxLkNodW5rMAESSwoGVXBsb2FkEh4uZmVkcGxhdC53aXJlLnYxLlVwbG9hZFJlcXVlc3QaHy5mZWRwbGF0LndpcmUudjEuVXBsb2FkUmVzcG9uc2UoARJYCgtRdWVyeVVwbG9hZBIjLmZlZHBsYXQud2lyZS52MS5RdWVyeVVwbG9hZFJlcXVlc3QaJC5mZWRwbGF0LndpcmUudjEuUXVlcnlVcGxvYWRSZXNwb25zZRJJCgZSZXBvcnQSHi5mZWRwbGF0LndpcmUudjEuUmVwb3J0UmVxdWVzdBofLmZlZHBsYXQud2lyZS52MS5SZXBvcnRSZXNwb25zZRJDCgRTdGVwEhwuZmVkcGxhdC53aXJlLnYxLlN0ZXBSZXF1ZXN0Gh0uZmVkcGxhdC53aXJlLnYxLlN0ZXBSZXNwb25zZRJDCgRGYWlsEhwuZmVkcGxhdC53aXJlLnYxLkZhaWxSZXF1ZXN0Gh0uZmVkcGxhdC53aXJlLnYxLkZhaWxSZXNwb25zZRJSCglIZWFydGJlYXQSIS5mZWRwbGF0LndpcmUudjEuSGVhcnRiZWF0UmVxdWVzdBoiLmZlZHBsYXQud2lyZS52MS5IZWFydGJlYXRSZXNwb25zZWIGcHJvdG8z", [file_fedplat_wire_v1_gossip, file_fedplat_wire_v1_model]);
+  fileDesc("ChtmZWRwbGF0L3dpcmUvdjEvZmxlZXQucHJvdG8SD2ZlZHBsYXQud2lyZS52MSIvChNHZXRDaGFsbGVuZ2VSZXF1ZXN0EhgKEHByb3RvY29sX3ZlcnNpb24YASABKA0iPwoUR2V0Q2hhbGxlbmdlUmVzcG9uc2USGAoQcHJvdG9jb2xfdmVyc2lvbhgBIAEoDRINCgVub25jZRgCIAEoDCL+AQoNRW5yb2xsUmVxdWVzdBISCgpwb3B1bGF0aW9uGAEgASgJEjoKBmxhYmVscxgCIAMoCzIqLmZlZHBsYXQud2lyZS52MS5FbnJvbGxSZXF1ZXN0LkxhYmVsc0VudHJ5EhcKD2lkZW1wb3RlbmN5X2tleRgDIAEoCRIYChBwcm90b2NvbF92ZXJzaW9uGAQgASgNEhgKEHNvZnR3YXJlX3ZlcnNpb24YBSABKAkSDQoFdG9rZW4YBiABKAkSEgoKcHVibGljX2tleRgHIAEoDBotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBIiMKDkVucm9sbFJlc3BvbnNlEhEKCWNsaWVudF9pZBgBIAEoCSJBChJPcGVuU2Vzc2lvblJlcXVlc3QSEQoJY2xpZW50X2lkGAEgASgJEhgKEHByb3RvY29sX3ZlcnNpb24YAiABKA0iKQoTT3BlblNlc3Npb25SZXNwb25zZRISCgpzZXNzaW9uX2lkGAEgASgJIkQKF1JlbmV3Q2VydGlmaWNhdGVSZXF1ZXN0EhcKD3NpZ25pbmdfcmVxdWVzdBgBIAEoDBIQCghsaXN0ZW5lchgCIAEoCCJjChhSZW5ld0NlcnRpZmljYXRlUmVzcG9uc2USEwoLY2VydGlmaWNhdGUYASABKAkSDAoEcG9ydBgCIAEoDRIPCgd2YWxpZF9zGAMgASgBEhMKC2F1dGhvcml0aWVzGAQgASgJIjYKEVJldmlld0pvYnNSZXF1ZXN0Eg0KBWtub3duGAEgAygJEhIKCnBhZ2VfdG9rZW4YAiABKAkiWQoSUmV2aWV3Sm9ic1Jlc3BvbnNlEioKBGpvYnMYASADKAsyHC5mZWRwbGF0LndpcmUudjEuUmV2aWV3ZWRKb2ISFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIokBCgtSZXZpZXdlZEpvYhIOCgZkaWdlc3QYASABKAkSDgoGam9iX2lkGAIgASgJEgwKBG5hbWUYAyABKAkSEQoJc3VibWl0dGVyGAQgASgJEhAKCGpvYl9maWxlGAUgASgJEhYKDmluaXRpYWxfZGlnZXN0GAYgASgJEg8KB3BsdWdpbnMYByADKAki0AIKDkNoZWNrSW5SZXF1ZXN0EhgKEHByb3RvY29sX3ZlcnNpb24YASABKA0SGAoQc29mdHdhcmVfdmVyc2lvbhgCIAEoCRI7CgZsYWJlbHMYAyADKAsyKy5mZWRwbGF0LndpcmUudjEuQ2hlY2tJblJlcXVlc3QuTGFiZWxzRW50cnkSEAoIdHJhaW5lcnMYBCADKAkSEgoKZXZhbHVhdG9ycxgFIAMoCRIOCgZ3YWl0X3MYBiABKAESDgoGY29kZWNzGAcgAygJEhIKCmFsZ29yaXRobXMYCCADKAkSEAoIZmVhdHVyZXMYCSADKAkSMgoJYXBwcm92YWxzGAogASgLMh8uZmVkcGxhdC53aXJlLnYxLk93bmVyQXBwcm92YWxzGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEiigEKDk93bmVyQXBwcm92YWxzEhAKCGFwcHJvdmVkGAEgAygJEjsKCHJlamVjdGVkGAIgAygLMikuZmVkcGxhdC53aXJlLnYxLk93bmVyQXBwcm92YWxzLlJlamVjdGlvbhopCglSZWplY3Rpb24SDgoGZGlnZXN0GAEgASgJEgwKBHRleHQYAiABKAkisAEKD0NoZWNrSW5SZXNwb25zZRIYChBwcm90b2NvbF92ZXJzaW9uGAEgASgNEhgKEHNvZnR3YXJlX3ZlcnNpb24YAiABKAkSMQoKYXNzaWdubWVudBgDIAEoCzIbLmZlZHBsYXQud2lyZS52MS5Bc3NpZ25tZW50SAASKwoHcmVmdXNhbBgEIAEoCzIYLmZlZHBsYXQud2lyZS52MS5SZWZ1c2FsSABCCQoHb3V0Y29tZSJtCgdSZWZ1c2FsEicKBnJlYXNvbhgBIAEoDjIXLmZlZHBsYXQud2lyZS52MS5SZWFzb24SDAoEdGV4dBgCIAEoCRIrCgVyZXRyeRgDIAEoCzIcLmZlZHBsYXQud2lyZS52MS5SZXRyeVdpbmRvdyLWBQoKQXNzaWdubWVudBINCgV0b2tlbhgBIAEoCRIOCgZqb2JfaWQYAiABKAkSEAoIam9iX25hbWUYAyABKAkSDQoFcm91bmQYBCABKA0SDwoHYXR0ZW1wdBgFIAEoDRIjCgR0YXNrGAYgASgOMhUuZmVkcGxhdC53aXJlLnYxLlRhc2sSDwoHdHJhaW5lchgHIAEoCRIoCgVtb2RlbBgIIAEoCzIZLmZlZHBsYXQud2lyZS52MS5Nb2RlbFJlZhI3CgZjb25maWcYCSADKAsyJy5mZWRwbGF0LndpcmUudjEuQXNzaWdubWVudC5Db25maWdFbnRyeRIaChJ0cmFpbmluZ190aW1lb3V0X3MYCiABKAESGAoQdXBsb2FkX3RpbWVvdXRfcxgLIAEoARITCgtoZWFydGJlYXRfcxgMIAEoARIOCgZ1cGxpbmsYDSABKAkSEwoLbW9kZWxfYnl0ZXMYDiABKAwSKgoFZGVsdGEYDyABKAsyGy5mZWRwbGF0LndpcmUudjEuTW9kZWxEZWx0YRITCgt0cmFjZXBhcmVudBgQIAEoCRIUCgxzZWN1cmVfc2V0dXAYESABKAwSMgoMZ29zc2lwX3NldHVwGBIgASgLMhwuZmVkcGxhdC53aXJlLnYxLkdvc3NpcFNldHVwEhMKC2RpZ2VzdF9sYXN0GBMgASgIEg4KBmJsYWtlMxgUIAEoCBISCgpudW1fcm91bmRzGBUgASgNEhwKFGNoZWNrX2luX3dpdGhfcmVwb3J0GBYgASgIEhUKDW1heF9kb3dubG9hZHMYFyABKA0SGgoSbGVhdmVzX291dF9yZXN0aW5nGBggASgIEhIKCmpvYl9kaWdlc3QYGiABKAkaRQoLQ29uZmlnRW50cnkSCwoDa2V5GAEgASgJEiUKBXZhbHVlGAIgASgLMhYuZmVkcGxhdC53aXJlLnYxLlZhbHVlOgI4ASJUCgpNb2RlbERlbHRhEg4KBmRpZ2VzdBgBIAEoCRISCgpzaXplX2J5dGVzGAIgASgEEhMKC2Jhc2VfZGlnZXN0GAMgASgJEg0KBWNvZGVjGAQgASgJIn4KD0Rvd25sb2FkUmVxdWVzdBIOCgZkaWdlc3QYASABKAkSDgoGb2Zmc2V0GAIgASgEEg0KBXRva2VuGAMgASgJEg4KBnNlbmRlchgEIAEoCRIMCgRuYW1lGAUgASgJEg4KBndhaXRfcxgGIAEoARIOCgZsZW5ndGgYByABKAQifAoNVXBsb2FkUmVxdWVzdBIvCgZoZWFkZXIYASABKAsyHS5mZWRwbGF0LndpcmUudjEuVXBsb2FkSGVhZGVySAASDgoEZGF0YRgCIAEoDEgAEhUKCHBvc2l0aW9uGAMgASgESAGIAQFCBgoEcGFydEILCglfcG9zaXRpb24imAEKDFVwbG9hZEhlYWRlchINCgV0b2tlbhgBIAEoCRIOCgZkaWdlc3QYAiABKAkSEgoKc2l6ZV9ieXRlcxgDIAEoBBIOCgZvZmZzZXQYBCABKAQSEAoIcmVjZWl2ZXIYBSABKAkSDAoEbmFtZRgGIAEoCRIRCgl1cGxvYWRfaWQYByABKAkSEgoKYWRkaXRpb25hbBgIIAEoCCIoCg5VcGxvYWRSZXNwb25zZRIWCg5yZWNlaXZlZF9ieXRlcxgBIAEoBCJmChJRdWVyeVVwbG9hZFJlcXVlc3QSDQoFdG9rZW4YASABKAkSDgoGZGlnZXN0GAIgASgJEhAKCHJlY2VpdmVyGAMgASgJEgwKBG5hbWUYBCABKAkSEQoJdXBsb2FkX2lkGAUgASgJIkAKE1F1ZXJ5VXBsb2FkUmVzcG9uc2USFgoOcmVjZWl2ZWRfYnl0ZXMYASABKAQSEQoJbWF4X2NhbGxzGAIgASgNIogCCg1SZXBvcnRSZXF1ZXN0Eg0KBXRva2VuGAEgASgJEg4KBmRpZ2VzdBgCIAEoCRIUCgxudW1fZXhhbXBsZXMYAyABKAESPAoHbWV0cmljcxgEIAMoCzIrLmZlZHBsYXQud2lyZS52MS5SZXBvcnRSZXF1ZXN0Lk1ldHJpY3NFbnRyeRIOCgZ1cGRhdGUYBSABKAwSEQoJdXBsb2FkX2lkGAYgASgJEjEKCGNoZWNrX2luGAcgASgLMh8uZmVkcGxhdC53aXJlLnYxLkNoZWNrSW5SZXF1ZXN0Gi4KDE1ldHJpY3NFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAE6AjgBIqABCg5SZXBvcnRSZXNwb25zZRIrCgdyZWNlaXB0GAEgASgLMhguZmVkcGxhdC53aXJlLnYxLlJlY2VpcHRIABIrCgdyZWZ1c2FsGAIgASgLMhguZmVkcGxhdC53aXJlLnYxLlJlZnVzYWxIABIpCgRuZXh0GAMgASgLMhsuZmVkcGxhdC53aXJlLnYxLkFzc2lnbm1lbnRCCQoHb3V0Y29tZSJJCgdSZWNlaXB0Eg4KBmpvYl9pZBgBIAEoCRINCgVyb3VuZBgCIAEoDRIPCgdhdHRlbXB0GAMgASgNEg4KBmRpZ2VzdBgEIAEoCSKZAQoLU3RlcFJlcXVlc3QSDQoFdG9rZW4YASABKAkSDgoGd2FpdF9zGAIgASgBEjAKBnNlY3VyZRgDIAEoCzIeLmZlZHBsYXQud2lyZS52MS5TZWN1cmVNZXNzYWdlSAASLgoGZ29zc2lwGAQgASgLMhwuZmVkcGxhdC53aXJlLnYxLlNpbG9NZXNzYWdlSABCCQoHY29udGVudCL3AQoMU3RlcFJlc3BvbnNlEisKB3JlZnVzYWwYASABKAsyGC5mZWRwbGF0LndpcmUudjEuUmVmdXNhbEgAEisKB3dhaXRpbmcYAiABKAsyGC5mZWRwbGF0LndpcmUudjEuV2FpdGluZ0gAEiUKBGRvbmUYAyABKAsyFS5mZWRwbGF0LndpcmUudjEuRG9uZUgAEi4KBnNlY3VyZRgEIAEoCzIcLmZlZHBsYXQud2lyZS52MS5TZWN1cmVJbnB1dEgAEisKBmdvc3NpcBgFIAEoCzIZLmZlZHBsYXQud2lyZS52MS5TaWxvU3RlcEgAQgkKB291dGNvbWUiHgoHV2FpdGluZxITCgtyZW1haW5pbmdfcxgBIAEoASIGCgREb25lImYKDVNlY3VyZU1lc3NhZ2USDgoEa2V5cxgBIAEoDEgAEhAKBnNoYXJlcxgCIAEoDEgAEhYKDGNvbmZpcm1hdGlvbhgDIAEoDEgAEhAKBmFuc3dlchgEIAEoDEgAQgkKB21lc3NhZ2UiYQoLU2VjdXJlSW5wdXQSEAoGcm9zdGVyGAEgASgMSAASEAoGc2hhcmVzGAIgASgMSAASEwoJc3Vydml2b3JzGAMgASgMSAASEAoGdW5tYXNrGAQgASgMSABCBwoFaW5wdXQiUwoLRmFpbFJlcXVlc3QSDQoFdG9rZW4YASABKAkSJwoGcmVhc29uGAIgASgOMhcuZmVkcGxhdC53aXJlLnYxLlJlYXNvbhIMCgR0ZXh0GAMgASgJIg4KDEZhaWxSZXNwb25zZSJDChBIZWFydGJlYXRSZXF1ZXN0Eg0KBXRva2VuGAEgASgJEhAKCHByb2dyZXNzGAIgASgBEg4KBndhaXRfcxgDIAEoASJ2ChFIZWFydGJlYXRSZXNwb25zZRIsCgdwcm9jZWVkGAEgASgLMhkuZmVkcGxhdC53aXJlLnYxLkNvbnRpbnVlSAASKAoEc3RvcBgCIAEoCzIYLmZlZHBsYXQud2lyZS52MS5SZWZ1c2FsSABCCQoHdmVyZGljdCIyCghDb250aW51ZRITCgtyZW1haW5pbmdfcxgBIAEoARIRCgl1cGxvYWRpbmcYAiABKAgqPwoEVGFzaxIUChBUQVNLX1VOU1BFQ0lGSUVEEAASDgoKVEFTS19UUkFJThABEhEKDVRBU0tfRVZBTFVBVEUQAjKvCAoFRmxlZXQSWwoMR2V0Q2hhbGxlbmdlEiQuZmVkcGxhdC53aXJlLnYxLkdldENoYWxsZW5nZVJlcXVlc3QaJS5mZWRwbGF0LndpcmUudjEuR2V0Q2hhbGxlbmdlUmVzcG9uc2USSQoGRW5yb2xsEh4uZmVkcGxhdC53aXJlLnYxLkVucm9sbFJlcXVlc3QaHy5mZWRwbGF0LndpcmUudjEuRW5yb2xsUmVzcG9uc2USWAoLT3BlblNlc3Npb24SIy5mZWRwbGF0LndpcmUudjEuT3BlblNlc3Npb25SZXF1ZXN0GiQuZmVkcGxhdC53aXJlLnYxLk9wZW5TZXNzaW9uUmVzcG9uc2USZwoQUmVuZXdDZXJ0aWZpY2F0ZRIoLmZlZHBsYXQud2lyZS52MS5SZW5ld0NlcnRpZmljYXRlUmVxdWVzdBopLmZlZHBsYXQud2lyZS52MS5SZW5ld0NlcnRpZmljYXRlUmVzcG9uc2USVQoKUmV2aWV3Sm9icxIiLmZlZHBsYXQud2lyZS52MS5SZXZpZXdKb2JzUmVxdWVzdBojLmZlZHBsYXQud2lyZS52MS5SZXZpZXdKb2JzUmVzcG9uc2USTAoHQ2hlY2tJbhIfLmZlZHBsYXQud2lyZS52MS5DaGVja0luUmVxdWVzdBogLmZlZHBsYXQud2lyZS52MS5DaGVja0luUmVzcG9uc2USRgoIRG93bmxvYWQSIC5mZWRwbGF0LndpcmUudjEuRG93bmxvYWRSZXF1ZXN0GhYuZmVkcGxhdC53aXJlLnYxLkNodW5rMAESSwoGVXBsb2FkEh4uZmVkcGxhdC53aXJlLnYxLlVwbG9hZFJlcXVlc3QaHy5mZWRwbGF0LndpcmUudjEuVXBsb2FkUmVzcG9uc2UoARJYCgtRdWVyeVVwbG9hZBIjLmZlZHBsYXQud2lyZS52MS5RdWVyeVVwbG9hZFJlcXVlc3QaJC5mZWRwbGF0LndpcmUudjEuUXVlcnlVcGxvYWRSZXNwb25zZRJJCgZSZXBvcnQSHi5mZWRwbGF0LndpcmUudjEuUmVwb3J0UmVxdWVzdBofLmZlZHBsYXQud2lyZS52MS5SZXBvcnRSZXNwb25zZRJDCgRTdGVwEhwuZmVkcGxhdC53aXJlLnYxLlN0ZXBSZXF1ZXN0Gh0uZmVkcGxhdC53aXJlLnYxLlN0ZXBSZXNwb25zZRJDCgRGYWlsEhwuZmVkcGxhdC53aXJlLnYxLkZhaWxSZXF1ZXN0Gh0uZmVkcGxhdC53aXJlLnYxLkZhaWxSZXNwb25zZRJSCglIZWFydGJlYXQSIS5mZWRwbGF0LndpcmUudjEuSGVhcnRiZWF0UmVxdWVzdBoiLmZlZHBsYXQud2lyZS52MS5IZWFydGJlYXRSZXNwb25zZWIGcHJvdG8z", [file_fedplat_wire_v1_gossip, file_fedplat_wire_v1_model]);
 
 /**
  * @generated from message fedplat.wire.v1.GetChallengeRequest
@@ -246,6 +246,115 @@ export const RenewCertificateResponseSchema: GenMessage<RenewCertificateResponse
   messageDesc(file_fedplat_wire_v1_fleet, 7);
 
 /**
+ * @generated from message fedplat.wire.v1.ReviewJobsRequest
+ */
+export type ReviewJobsRequest = Message<"fedplat.wire.v1.ReviewJobsRequest"> & {
+  /**
+   * The digests whose files the caller has; at most 1,000. The others are sent.
+   *
+   * @generated from field: repeated string known = 1;
+   */
+  known: string[];
+
+  /**
+   * The last next_page_token; empty for the first page.
+   *
+   * @generated from field: string page_token = 2;
+   */
+  pageToken: string;
+};
+
+/**
+ * Describes the message fedplat.wire.v1.ReviewJobsRequest.
+ * Use `create(ReviewJobsRequestSchema)` to create a new message.
+ */
+export const ReviewJobsRequestSchema: GenMessage<ReviewJobsRequest> = /*@__PURE__*/
+  messageDesc(file_fedplat_wire_v1_fleet, 8);
+
+/**
+ * @generated from message fedplat.wire.v1.ReviewJobsResponse
+ */
+export type ReviewJobsResponse = Message<"fedplat.wire.v1.ReviewJobsResponse"> & {
+  /**
+   * @generated from field: repeated fedplat.wire.v1.ReviewedJob jobs = 1;
+   */
+  jobs: ReviewedJob[];
+
+  /**
+   * Empty on the last page.
+   *
+   * @generated from field: string next_page_token = 2;
+   */
+  nextPageToken: string;
+};
+
+/**
+ * Describes the message fedplat.wire.v1.ReviewJobsResponse.
+ * Use `create(ReviewJobsResponseSchema)` to create a new message.
+ */
+export const ReviewJobsResponseSchema: GenMessage<ReviewJobsResponse> = /*@__PURE__*/
+  messageDesc(file_fedplat_wire_v1_fleet, 9);
+
+/**
+ * A job as the owners of data review it. Without secrets, and of no use beyond its digest.
+ *
+ * @generated from message fedplat.wire.v1.ReviewedJob
+ */
+export type ReviewedJob = Message<"fedplat.wire.v1.ReviewedJob"> & {
+  /**
+   * fedplat.job.digest_job of the job file and the initial model.
+   *
+   * @generated from field: string digest = 1;
+   */
+  digest: string;
+
+  /**
+   * @generated from field: string job_id = 2;
+   */
+  jobId: string;
+
+  /**
+   * @generated from field: string name = 3;
+   */
+  name: string;
+
+  /**
+   * The operator that has made the job; empty if the server does not know.
+   *
+   * @generated from field: string submitter = 4;
+   */
+  submitter: string;
+
+  /**
+   * Canonical (fedplat.job.canonical_text), in TOML; empty if the caller has it.
+   *
+   * @generated from field: string job_file = 5;
+   */
+  jobFile: string;
+
+  /**
+   * SHA-256 of the initial model's file.
+   *
+   * @generated from field: string initial_digest = 6;
+   */
+  initialDigest: string;
+
+  /**
+   * The plugins that the job file names, as KIND.NAME.
+   *
+   * @generated from field: repeated string plugins = 7;
+   */
+  plugins: string[];
+};
+
+/**
+ * Describes the message fedplat.wire.v1.ReviewedJob.
+ * Use `create(ReviewedJobSchema)` to create a new message.
+ */
+export const ReviewedJobSchema: GenMessage<ReviewedJob> = /*@__PURE__*/
+  messageDesc(file_fedplat_wire_v1_fleet, 10);
+
+/**
  * @generated from message fedplat.wire.v1.CheckInRequest
  */
 export type CheckInRequest = Message<"fedplat.wire.v1.CheckInRequest"> & {
@@ -305,6 +414,13 @@ export type CheckInRequest = Message<"fedplat.wire.v1.CheckInRequest"> & {
    * @generated from field: repeated string features = 9;
    */
   features: string[];
+
+  /**
+   * What the owner of the client has decided of jobs. Unset: the client runs any job. Servers before 0.2 ignore this.
+   *
+   * @generated from field: fedplat.wire.v1.OwnerApprovals approvals = 10;
+   */
+  approvals?: OwnerApprovals | undefined;
 };
 
 /**
@@ -312,7 +428,57 @@ export type CheckInRequest = Message<"fedplat.wire.v1.CheckInRequest"> & {
  * Use `create(CheckInRequestSchema)` to create a new message.
  */
 export const CheckInRequestSchema: GenMessage<CheckInRequest> = /*@__PURE__*/
-  messageDesc(file_fedplat_wire_v1_fleet, 8);
+  messageDesc(file_fedplat_wire_v1_fleet, 11);
+
+/**
+ * @generated from message fedplat.wire.v1.OwnerApprovals
+ */
+export type OwnerApprovals = Message<"fedplat.wire.v1.OwnerApprovals"> & {
+  /**
+   * The digests of the jobs that the client runs now; at most 500. It refuses all others.
+   *
+   * @generated from field: repeated string approved = 1;
+   */
+  approved: string[];
+
+  /**
+   * Those that it refuses, and why; at most 100. Of the others its owner has not decided.
+   *
+   * @generated from field: repeated fedplat.wire.v1.OwnerApprovals.Rejection rejected = 2;
+   */
+  rejected: OwnerApprovals_Rejection[];
+};
+
+/**
+ * Describes the message fedplat.wire.v1.OwnerApprovals.
+ * Use `create(OwnerApprovalsSchema)` to create a new message.
+ */
+export const OwnerApprovalsSchema: GenMessage<OwnerApprovals> = /*@__PURE__*/
+  messageDesc(file_fedplat_wire_v1_fleet, 12);
+
+/**
+ * @generated from message fedplat.wire.v1.OwnerApprovals.Rejection
+ */
+export type OwnerApprovals_Rejection = Message<"fedplat.wire.v1.OwnerApprovals.Rejection"> & {
+  /**
+   * @generated from field: string digest = 1;
+   */
+  digest: string;
+
+  /**
+   * Why, for the operator of the job; at most 500 bytes.
+   *
+   * @generated from field: string text = 2;
+   */
+  text: string;
+};
+
+/**
+ * Describes the message fedplat.wire.v1.OwnerApprovals.Rejection.
+ * Use `create(OwnerApprovals_RejectionSchema)` to create a new message.
+ */
+export const OwnerApprovals_RejectionSchema: GenMessage<OwnerApprovals_Rejection> = /*@__PURE__*/
+  messageDesc(file_fedplat_wire_v1_fleet, 12, 0);
 
 /**
  * @generated from message fedplat.wire.v1.CheckInResponse
@@ -351,7 +517,7 @@ export type CheckInResponse = Message<"fedplat.wire.v1.CheckInResponse"> & {
  * Use `create(CheckInResponseSchema)` to create a new message.
  */
 export const CheckInResponseSchema: GenMessage<CheckInResponse> = /*@__PURE__*/
-  messageDesc(file_fedplat_wire_v1_fleet, 9);
+  messageDesc(file_fedplat_wire_v1_fleet, 13);
 
 /**
  * @generated from message fedplat.wire.v1.Refusal
@@ -378,7 +544,7 @@ export type Refusal = Message<"fedplat.wire.v1.Refusal"> & {
  * Use `create(RefusalSchema)` to create a new message.
  */
 export const RefusalSchema: GenMessage<Refusal> = /*@__PURE__*/
-  messageDesc(file_fedplat_wire_v1_fleet, 10);
+  messageDesc(file_fedplat_wire_v1_fleet, 14);
 
 /**
  * @generated from message fedplat.wire.v1.Assignment
@@ -533,6 +699,22 @@ export type Assignment = Message<"fedplat.wire.v1.Assignment"> & {
    * @generated from field: uint32 max_downloads = 23;
    */
   maxDownloads: number;
+
+  /**
+   * Whether the update has only the tensors that take part in the round, by the value "alternate" of the config: the
+   * groups take turns, and those that rest are left out (docs/algorithms.md). Servers before 0.2 leave this unset: the
+   * update has all tensors.
+   *
+   * @generated from field: bool leaves_out_resting = 24;
+   */
+  leavesOutResting: boolean;
+
+  /**
+   * The digest of the job, by which the client knows what its owner has approved. Servers before 0.2 leave this unset.
+   *
+   * @generated from field: string job_digest = 26;
+   */
+  jobDigest: string;
 };
 
 /**
@@ -540,7 +722,7 @@ export type Assignment = Message<"fedplat.wire.v1.Assignment"> & {
  * Use `create(AssignmentSchema)` to create a new message.
  */
 export const AssignmentSchema: GenMessage<Assignment> = /*@__PURE__*/
-  messageDesc(file_fedplat_wire_v1_fleet, 11);
+  messageDesc(file_fedplat_wire_v1_fleet, 15);
 
 /**
  * The encoded step from one version to the next.
@@ -580,7 +762,7 @@ export type ModelDelta = Message<"fedplat.wire.v1.ModelDelta"> & {
  * Use `create(ModelDeltaSchema)` to create a new message.
  */
 export const ModelDeltaSchema: GenMessage<ModelDelta> = /*@__PURE__*/
-  messageDesc(file_fedplat_wire_v1_fleet, 12);
+  messageDesc(file_fedplat_wire_v1_fleet, 16);
 
 /**
  * @generated from message fedplat.wire.v1.DownloadRequest
@@ -634,7 +816,7 @@ export type DownloadRequest = Message<"fedplat.wire.v1.DownloadRequest"> & {
  * Use `create(DownloadRequestSchema)` to create a new message.
  */
 export const DownloadRequestSchema: GenMessage<DownloadRequest> = /*@__PURE__*/
-  messageDesc(file_fedplat_wire_v1_fleet, 13);
+  messageDesc(file_fedplat_wire_v1_fleet, 17);
 
 /**
  * @generated from message fedplat.wire.v1.UploadRequest
@@ -656,6 +838,13 @@ export type UploadRequest = Message<"fedplat.wire.v1.UploadRequest"> & {
     value: Uint8Array;
     case: "data";
   } | { case: undefined; value?: undefined };
+
+  /**
+   * Where the data begin in the file, if several calls bring it. Unset: behind all that the server has.
+   *
+   * @generated from field: optional uint64 position = 3;
+   */
+  position?: bigint | undefined;
 };
 
 /**
@@ -663,7 +852,7 @@ export type UploadRequest = Message<"fedplat.wire.v1.UploadRequest"> & {
  * Use `create(UploadRequestSchema)` to create a new message.
  */
 export const UploadRequestSchema: GenMessage<UploadRequest> = /*@__PURE__*/
-  messageDesc(file_fedplat_wire_v1_fleet, 14);
+  messageDesc(file_fedplat_wire_v1_fleet, 18);
 
 /**
  * @generated from message fedplat.wire.v1.UploadHeader
@@ -714,6 +903,14 @@ export type UploadHeader = Message<"fedplat.wire.v1.UploadHeader"> & {
    * @generated from field: string upload_id = 7;
    */
   uploadId: string;
+
+  /**
+   * Whether the call brings parts of an upload that another call, which is still open, has begun; the offset is then
+   * ignored. Only after QueryUploadResponse.max_calls has allowed it. If one of the calls breaks, all end.
+   *
+   * @generated from field: bool additional = 8;
+   */
+  additional: boolean;
 };
 
 /**
@@ -721,7 +918,7 @@ export type UploadHeader = Message<"fedplat.wire.v1.UploadHeader"> & {
  * Use `create(UploadHeaderSchema)` to create a new message.
  */
 export const UploadHeaderSchema: GenMessage<UploadHeader> = /*@__PURE__*/
-  messageDesc(file_fedplat_wire_v1_fleet, 15);
+  messageDesc(file_fedplat_wire_v1_fleet, 19);
 
 /**
  * @generated from message fedplat.wire.v1.UploadResponse
@@ -738,7 +935,7 @@ export type UploadResponse = Message<"fedplat.wire.v1.UploadResponse"> & {
  * Use `create(UploadResponseSchema)` to create a new message.
  */
 export const UploadResponseSchema: GenMessage<UploadResponse> = /*@__PURE__*/
-  messageDesc(file_fedplat_wire_v1_fleet, 16);
+  messageDesc(file_fedplat_wire_v1_fleet, 20);
 
 /**
  * @generated from message fedplat.wire.v1.QueryUploadRequest
@@ -777,7 +974,7 @@ export type QueryUploadRequest = Message<"fedplat.wire.v1.QueryUploadRequest"> &
  * Use `create(QueryUploadRequestSchema)` to create a new message.
  */
 export const QueryUploadRequestSchema: GenMessage<QueryUploadRequest> = /*@__PURE__*/
-  messageDesc(file_fedplat_wire_v1_fleet, 17);
+  messageDesc(file_fedplat_wire_v1_fleet, 21);
 
 /**
  * @generated from message fedplat.wire.v1.QueryUploadResponse
@@ -787,6 +984,14 @@ export type QueryUploadResponse = Message<"fedplat.wire.v1.QueryUploadResponse">
    * @generated from field: uint64 received_bytes = 1;
    */
   receivedBytes: bigint;
+
+  /**
+   * The most calls that may bring the upload at a time, in parts of at most 1 MiB, each with its position. Servers
+   * before 0.2 leave this unset: one.
+   *
+   * @generated from field: uint32 max_calls = 2;
+   */
+  maxCalls: number;
 };
 
 /**
@@ -794,7 +999,7 @@ export type QueryUploadResponse = Message<"fedplat.wire.v1.QueryUploadResponse">
  * Use `create(QueryUploadResponseSchema)` to create a new message.
  */
 export const QueryUploadResponseSchema: GenMessage<QueryUploadResponse> = /*@__PURE__*/
-  messageDesc(file_fedplat_wire_v1_fleet, 18);
+  messageDesc(file_fedplat_wire_v1_fleet, 22);
 
 /**
  * @generated from message fedplat.wire.v1.ReportRequest
@@ -850,7 +1055,7 @@ export type ReportRequest = Message<"fedplat.wire.v1.ReportRequest"> & {
  * Use `create(ReportRequestSchema)` to create a new message.
  */
 export const ReportRequestSchema: GenMessage<ReportRequest> = /*@__PURE__*/
-  messageDesc(file_fedplat_wire_v1_fleet, 19);
+  messageDesc(file_fedplat_wire_v1_fleet, 23);
 
 /**
  * @generated from message fedplat.wire.v1.ReportResponse
@@ -886,7 +1091,7 @@ export type ReportResponse = Message<"fedplat.wire.v1.ReportResponse"> & {
  * Use `create(ReportResponseSchema)` to create a new message.
  */
 export const ReportResponseSchema: GenMessage<ReportResponse> = /*@__PURE__*/
-  messageDesc(file_fedplat_wire_v1_fleet, 20);
+  messageDesc(file_fedplat_wire_v1_fleet, 24);
 
 /**
  * @generated from message fedplat.wire.v1.Receipt
@@ -918,7 +1123,7 @@ export type Receipt = Message<"fedplat.wire.v1.Receipt"> & {
  * Use `create(ReceiptSchema)` to create a new message.
  */
 export const ReceiptSchema: GenMessage<Receipt> = /*@__PURE__*/
-  messageDesc(file_fedplat_wire_v1_fleet, 21);
+  messageDesc(file_fedplat_wire_v1_fleet, 25);
 
 /**
  * @generated from message fedplat.wire.v1.StepRequest
@@ -961,7 +1166,7 @@ export type StepRequest = Message<"fedplat.wire.v1.StepRequest"> & {
  * Use `create(StepRequestSchema)` to create a new message.
  */
 export const StepRequestSchema: GenMessage<StepRequest> = /*@__PURE__*/
-  messageDesc(file_fedplat_wire_v1_fleet, 22);
+  messageDesc(file_fedplat_wire_v1_fleet, 26);
 
 /**
  * @generated from message fedplat.wire.v1.StepResponse
@@ -1016,7 +1221,7 @@ export type StepResponse = Message<"fedplat.wire.v1.StepResponse"> & {
  * Use `create(StepResponseSchema)` to create a new message.
  */
 export const StepResponseSchema: GenMessage<StepResponse> = /*@__PURE__*/
-  messageDesc(file_fedplat_wire_v1_fleet, 23);
+  messageDesc(file_fedplat_wire_v1_fleet, 27);
 
 /**
  * @generated from message fedplat.wire.v1.Waiting
@@ -1035,7 +1240,7 @@ export type Waiting = Message<"fedplat.wire.v1.Waiting"> & {
  * Use `create(WaitingSchema)` to create a new message.
  */
 export const WaitingSchema: GenMessage<Waiting> = /*@__PURE__*/
-  messageDesc(file_fedplat_wire_v1_fleet, 24);
+  messageDesc(file_fedplat_wire_v1_fleet, 28);
 
 /**
  * @generated from message fedplat.wire.v1.Done
@@ -1048,7 +1253,7 @@ export type Done = Message<"fedplat.wire.v1.Done"> & {
  * Use `create(DoneSchema)` to create a new message.
  */
 export const DoneSchema: GenMessage<Done> = /*@__PURE__*/
-  messageDesc(file_fedplat_wire_v1_fleet, 25);
+  messageDesc(file_fedplat_wire_v1_fleet, 29);
 
 /**
  * What a client sends in a step of secure aggregation. All bytes are encoded as fedplat.secure_aggregation.messages
@@ -1094,7 +1299,7 @@ export type SecureMessage = Message<"fedplat.wire.v1.SecureMessage"> & {
  * Use `create(SecureMessageSchema)` to create a new message.
  */
 export const SecureMessageSchema: GenMessage<SecureMessage> = /*@__PURE__*/
-  messageDesc(file_fedplat_wire_v1_fleet, 26);
+  messageDesc(file_fedplat_wire_v1_fleet, 30);
 
 /**
  * What it gets, unless it waits or is done, as it is after `answer`.
@@ -1145,7 +1350,7 @@ export type SecureInput = Message<"fedplat.wire.v1.SecureInput"> & {
  * Use `create(SecureInputSchema)` to create a new message.
  */
 export const SecureInputSchema: GenMessage<SecureInput> = /*@__PURE__*/
-  messageDesc(file_fedplat_wire_v1_fleet, 27);
+  messageDesc(file_fedplat_wire_v1_fleet, 31);
 
 /**
  * @generated from message fedplat.wire.v1.FailRequest
@@ -1172,7 +1377,7 @@ export type FailRequest = Message<"fedplat.wire.v1.FailRequest"> & {
  * Use `create(FailRequestSchema)` to create a new message.
  */
 export const FailRequestSchema: GenMessage<FailRequest> = /*@__PURE__*/
-  messageDesc(file_fedplat_wire_v1_fleet, 28);
+  messageDesc(file_fedplat_wire_v1_fleet, 32);
 
 /**
  * @generated from message fedplat.wire.v1.FailResponse
@@ -1185,7 +1390,7 @@ export type FailResponse = Message<"fedplat.wire.v1.FailResponse"> & {
  * Use `create(FailResponseSchema)` to create a new message.
  */
 export const FailResponseSchema: GenMessage<FailResponse> = /*@__PURE__*/
-  messageDesc(file_fedplat_wire_v1_fleet, 29);
+  messageDesc(file_fedplat_wire_v1_fleet, 33);
 
 /**
  * @generated from message fedplat.wire.v1.HeartbeatRequest
@@ -1214,7 +1419,7 @@ export type HeartbeatRequest = Message<"fedplat.wire.v1.HeartbeatRequest"> & {
  * Use `create(HeartbeatRequestSchema)` to create a new message.
  */
 export const HeartbeatRequestSchema: GenMessage<HeartbeatRequest> = /*@__PURE__*/
-  messageDesc(file_fedplat_wire_v1_fleet, 30);
+  messageDesc(file_fedplat_wire_v1_fleet, 34);
 
 /**
  * @generated from message fedplat.wire.v1.HeartbeatResponse
@@ -1243,7 +1448,7 @@ export type HeartbeatResponse = Message<"fedplat.wire.v1.HeartbeatResponse"> & {
  * Use `create(HeartbeatResponseSchema)` to create a new message.
  */
 export const HeartbeatResponseSchema: GenMessage<HeartbeatResponse> = /*@__PURE__*/
-  messageDesc(file_fedplat_wire_v1_fleet, 31);
+  messageDesc(file_fedplat_wire_v1_fleet, 35);
 
 /**
  * @generated from message fedplat.wire.v1.Continue
@@ -1269,7 +1474,7 @@ export type Continue = Message<"fedplat.wire.v1.Continue"> & {
  * Use `create(ContinueSchema)` to create a new message.
  */
 export const ContinueSchema: GenMessage<Continue> = /*@__PURE__*/
-  messageDesc(file_fedplat_wire_v1_fleet, 32);
+  messageDesc(file_fedplat_wire_v1_fleet, 36);
 
 /**
  * @generated from enum fedplat.wire.v1.Task
@@ -1340,6 +1545,16 @@ export const Fleet: GenService<{
     methodKind: "unary";
     input: typeof RenewCertificateRequestSchema;
     output: typeof RenewCertificateResponseSchema;
+  },
+  /**
+   * Returns the jobs of the caller's population that have not ended, for owners of data that approve each job.
+   *
+   * @generated from rpc fedplat.wire.v1.Fleet.ReviewJobs
+   */
+  reviewJobs: {
+    methodKind: "unary";
+    input: typeof ReviewJobsRequestSchema;
+    output: typeof ReviewJobsResponseSchema;
   },
   /**
    * Long poll for work: returns as soon as there is an assignment, or after wait_s with a reason and a retry window.
