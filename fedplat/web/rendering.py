@@ -97,6 +97,17 @@ def make_environment(package: str, assets: Mapping[str, Asset]) -> jinja2.Enviro
     return environment
 
 
+@dataclasses.dataclass(frozen=True)
+class Pager:
+    """The links of a list: `first` is the number of the first row, `next_address` is empty on the last page."""
+
+    first: int
+    last: int
+    total: int
+    next_address: str
+    first_address: str
+
+
 def moment(unix_s: float) -> Markup | str:
     """Return a point in time as an element in UTC, to which the page's script adds the local time; `-` for 0."""
     if not unix_s:
