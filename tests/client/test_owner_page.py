@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import html
 import re
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
 import httpx
 import pytest
 from starlette.routing import Route
 
+from fedplat.job import canonical_text, digest_job, parse_job
 from fedplat.web.guard import HEADERS
 from fedplat.web.sessions import CodeLogin, LoginCodes
+from fedplat.wire.v1 import fleet_pb2
 from fedplat_client import Client
 from fedplat_client._page import app, views
 from fedplat_client._page.app import StewardApp
@@ -23,6 +26,7 @@ from fedplat_client._state.approvals import Decision
 from fedplat_client._state.released import ReleaseRecord
 from support import owners
 from support.dashboard.visitor import Visitor
+from support.fake_fleet import FakeFleet
 from support.owners import HOSTILE
 
 pytestmark = pytest.mark.slow
@@ -62,16 +66,26 @@ def seen(page: str) -> str:
     return html.unescape(found[0])
 
 
+def open_page(client: Client, fetch: Callable[[], None] | None = None) -> tuple[StewardApp, LoginCodes]:
+    steward = Steward(client.site, client.open_owner_files(), client.decide, fetch or client.fetch_offers)
+    codes = LoginCodes(time.monotonic)
+    return StewardApp(CodeLogin(steward, codes), frozenset({"127.0.0.1", "localhost"}), 7490), codes
+
+
+@contextlib.asynccontextmanager
+async def browse(made: StewardApp) -> AsyncGenerator[Visitor]:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(made.app), base_url=ORIGIN) as browser:
+        yield Visitor(browser)
+
+
 @pytest.fixture
 async def stranger(tmp_path: Path) -> AsyncGenerator[Place]:
     """A place whose visitor has not signed in."""
     client, digests = owners.fill(tmp_path)
     fetched: list[str] = []
-    steward = Steward(client.site, client.open_owner_files(), client.decide, lambda: fetched.append("offers"))
-    codes = LoginCodes(time.monotonic)
-    made = StewardApp(CodeLogin(steward, codes), frozenset({"127.0.0.1", "localhost"}), 7490)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(made.app), base_url=ORIGIN) as browser:
-        yield Place(client, digests, made, codes, fetched, Visitor(browser))
+    made, codes = open_page(client, lambda: fetched.append("offers"))
+    async with browse(made) as visitor:
+        yield Place(client, digests, made, codes, fetched, visitor)
     made.stop()
 
 
@@ -265,6 +279,27 @@ async def test_a_changed_record_is_shown_with_a_warning_and_another_file_with_a_
     response = await place.visitor.get("/left")
     assert response.status_code == 500
     assert "The record cannot be read" in response.text
+
+
+async def test_the_page_asks_the_server_for_jobs(fleet: FakeFleet, make_client: Callable[..., Client]) -> None:
+    """A client that runs asks by itself, so the form then changes nothing."""
+    spec, model = parse_job(owners.plain_job()), owners.INITIAL
+    digest = digest_job(spec, model)
+    job = fleet_pb2.ReviewedJob(
+        digest=digest, job_id="j-1", name="digits", job_file=canonical_text(spec), initial_digest=model
+    )
+    fleet.jobs.append(job)
+    client = make_client(require_approval=True)
+    made, codes = open_page(client)
+    async with browse(made) as visitor:
+        assert (await visitor.post("/login", {"code": codes.make()})).status_code == 303
+        assert "No job waits." in (await visitor.get("/")).text
+        for _ in range(2):
+            assert (await visitor.post("/refresh")).status_code == 303
+            assert f"/jobs/{digest}" in (await visitor.get("/")).text
+        with client._directory.lock():  # pyright: ignore[reportPrivateUsage]
+            assert (await visitor.post("/refresh")).status_code == 303
+    made.stop()
 
 
 async def test_offers_that_cannot_be_read_are_named(place: Place) -> None:

@@ -143,7 +143,7 @@ class Steward:
         return self._summary[1]
 
 
-def find_disclosure(job: OfferedJob, title: str) -> str:
+def find_fact(job: OfferedJob, title: str) -> str:
     """Return one part of what a job means for the owner of data."""
     return "; ".join(text for each in terms.describe(job.spec) if each.title == title for text in each.texts)
 
@@ -156,7 +156,7 @@ def _report(found: ReviewedOffer, job: OfferedJob) -> ReportedJob:
         submitter=job.offer.submitter,
         trainer=spec.trainer,
         kind="flower" if spec.flower is not None else name_of(spec.mode),
-        guarantee=find_disclosure(job, "guarantee"),
+        guarantee=find_fact(job, "guarantee"),
         decision=f"{decision.verdict} at {decision.at[:19]}" if decision is not None else "",
     )
 

@@ -98,7 +98,7 @@ def show_job(visit: OwnerVisit) -> StewardPage:
     data = {
         "found": found,
         "job": job,
-        "disclosures": _describe(job) if job is not None else [],
+        "facts": _describe(job) if job is not None else [],
         "limits": list(decisions.list_limits(found.decision)) if found.decision is not None else [],
         "rounds": visit.steward.summarize().uses.count(found.digest, "train"),
         "last": last,
@@ -145,7 +145,9 @@ def list_released(visit: OwnerVisit) -> StewardPage:
         first_address=visit.path if first > 1 else "",
     )
     shown = summary.months[:MAX_MONTHS]
-    data = {"summary": summary, "months": shown, "lines": lines, "pager": pager}
+    jobs = {digest: visit.steward.find(digest).job for digest in {each.digest for each in shown if each.digest}}
+    guarantees = {digest: stewards.find_fact(job, "guarantee") for digest, job in jobs.items() if job is not None}
+    data = {"summary": summary, "months": shown, "guarantees": guarantees, "lines": lines, "pager": pager}
     return StewardPage("released.html", "What left", data, "released")
 
 
