@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import re
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import click
@@ -13,7 +13,8 @@ import msgspec
 
 from fedplat.errors import FedplatError
 from fedplat_client import errors, log
-from fedplat_client._state.approvals import MAX_TEXT, Decision, Verdict
+from fedplat_client._consent import decisions as typed
+from fedplat_client._state.approvals import Decision, Verdict
 from fedplat_client.client import Client
 from fedplat_client.client_opening import find_client
 from fedplat_client.command_options import APPROVAL_OPTIONS, ApprovalOptions, add_options
@@ -83,7 +84,7 @@ def approvals(as_json: bool, **options: Unpack[ApprovalOptions]) -> None:
         click.echo(msgspec.json.encode(decisions))
         return
     for digest, decision in decisions.jobs.items():
-        limits = "".join(f", {each}" for each in _list_limits(decision))
+        limits = "".join(f", {each}" for each in typed.list_limits(decision))
         reason = f": {log.make_printable(decision.reason)}" if decision.reason else ""
         click.echo(f"{digest[:_SHOWN]}  {decision.at[:19]}  {decision.verdict}{limits}{reason}")
     if not decisions.jobs:
@@ -116,7 +117,7 @@ def approve(
 ) -> None:
     """Approve a job."""
     if until is not None:
-        _check_day(until)
+        _check("--until", lambda: typed.check_day(until, datetime.date.today()))
 
     def make(at: str) -> Decision:
         return Decision("approved", at, max_rounds=max_rounds, until=until, max_epsilon=max_epsilon)
@@ -131,7 +132,7 @@ def approve(
 @_JSON
 def reject(digest: str, reason: str, as_json: bool, **options: Unpack[ApprovalOptions]) -> None:
     """Reject a job."""
-    _check_reason(reason)
+    _check("--reason:", lambda: typed.check_reason(reason))
     _decide(options, digest, as_json, lambda at: Decision("rejected", at, reason=reason))
 
 
@@ -145,7 +146,7 @@ def reject(digest: str, reason: str, as_json: bool, **options: Unpack[ApprovalOp
 @_JSON
 def revoke(digest: str, reason: str, as_json: bool, **options: Unpack[ApprovalOptions]) -> None:
     """Revoke an approval."""
-    _check_reason(reason)
+    _check("--reason:", lambda: typed.check_reason(reason))
     _decide(options, digest, as_json, lambda at: Decision("revoked", at, reason=reason))
 
 
@@ -194,7 +195,7 @@ def _decide(options: ApprovalOptions, text: str, as_json: bool, make: Callable[[
     with _sentences():
         files = client.open_owner_files()
         digest = _resolve(files, text)
-        decision = make(datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
+        decision = make(typed.now())
         client.decide(digest, decision)
         job = files.read(digest)
     if as_json:
@@ -204,27 +205,12 @@ def _decide(options: ApprovalOptions, text: str, as_json: bool, make: Callable[[
     click.echo(f"{decision.verdict}: {name} ({digest[:_SHOWN]})")
 
 
-def _check_day(text: str) -> None:
+def _check(option: str, check: Callable[[], None]) -> None:
+    """Check the value of an option. Raises `UsageError`."""
     try:
-        day = datetime.datetime.strptime(text, "%Y-%m-%d").date()
+        check()
     except ValueError as exc:
-        raise UsageError(f"--until {text[:40]!r} is no day; expected one such as 2027-03-01") from exc
-    if day < datetime.date.today():
-        raise UsageError(f"--until {text} has passed; expected today or a later day")
-
-
-def _check_reason(text: str) -> None:
-    if len(text.encode()) > MAX_TEXT or not text.isprintable():
-        raise UsageError(f"--reason: expected printable text of at most {MAX_TEXT} bytes, on one line")
-
-
-def _list_limits(decision: Decision) -> Iterator[str]:
-    if decision.max_rounds is not None:
-        yield f"at most {decision.max_rounds} rounds"
-    if decision.until is not None:
-        yield f"until {decision.until}"
-    if decision.max_epsilon is not None:
-        yield f"epsilon at most {decision.max_epsilon:g}"
+        raise UsageError(f"{option} {exc}") from exc
 
 
 def _stand(files: OwnerFiles, job: OfferedJob) -> Standing:

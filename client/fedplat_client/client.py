@@ -26,7 +26,7 @@ from fedplat_client._state.approvals import Decision
 from fedplat_client._state.data_dir import SigningKey
 from fedplat_client._state.model_cache import ModelCache
 from fedplat_client._state.privacy_ledger import PrivacyLedger
-from fedplat_client._state.released import ReleaseRecord
+from fedplat_client._state.released import ReleaseRecord, Site
 from fedplat_client._state.two_phase import ClientStateStore, Residuals, ServedAttempts
 from fedplat_client._work import heartbeat, process_group, training, transfer, work
 from fedplat_client._work.consent import Consent
@@ -163,6 +163,11 @@ class Client:
     def released(self) -> Path:
         """The record of what has left this client, which `fedplat-client released` shows."""
         return self._directory.released
+
+    @property
+    def site(self) -> Site:
+        """The place that a report of this client names."""
+        return Site(self._server, self._population, self._directory.released)
 
     def load_public_key(self) -> str:
         """Return the public key that identifies this client, hexadecimal, for `trusted_clients` of other clients.

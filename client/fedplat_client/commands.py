@@ -19,7 +19,16 @@ from fedplat.command_line.with_click import ClickCommands
 from fedplat.config import loaded_plugins
 from fedplat.errors import FedplatError, MissingExtraError, PluginError, TicketError, refer_to_docs
 from fedplat.wire import process_tuning
-from fedplat_client import approval_commands, client_opening, errors, log, releases, table_checks, trainer_options
+from fedplat_client import (
+    approval_commands,
+    client_opening,
+    errors,
+    log,
+    owner_commands,
+    releases,
+    table_checks,
+    trainer_options,
+)
 from fedplat_client._version import __version__
 from fedplat_client.client import Client
 from fedplat_client.command_options import (
@@ -178,7 +187,7 @@ def list_released(limit: int | None, form: str | None, verify: bool, **options: 
         raise click.ClickException(log.make_printable(f"the record {path} cannot be read: {exc}")) from exc
 
 
-for each in approval_commands.COMMANDS:
+for each in (*approval_commands.COMMANDS, *owner_commands.COMMANDS):
     main.add_command(each)
 
 

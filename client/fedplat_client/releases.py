@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import collections
 import csv
+import io
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ _COLUMNS = (
     *("time", "content", "receiver", "job", "job_id", "round", "attempt", "trainer", "size_bytes", "digest"),
     *("masked", "min_clients", "noise_multiplier", "num_examples", "metrics"),
 )
+_CSV_BYTES = 2**16
 _TITLES = ("time (UTC)", "what", "to", "job", "round", "size", "protection", "digest")
 
 
@@ -31,13 +33,25 @@ def show(path: Path, form: str, limit: int | None) -> None:
         for each in lines:
             click.echo(msgspec.json.encode(each))
     elif form == "csv":
-        writer = csv.writer(sys.stdout)
-        writer.writerow(_COLUMNS)
-        for each in lines:
-            values = _list_values(each)
-            writer.writerow(_guard(values[name]) for name in _COLUMNS)
+        for text in write_csv(lines):
+            sys.stdout.write(text)
     else:
         _print_table([_TITLES, *map(_list_cells, lines)])
+
+
+def write_csv(lines: Iterable[ReleasedLine]) -> Iterator[str]:
+    """Yield a record as CSV, its titles first."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer)
+    writer.writerow(_COLUMNS)
+    for each in lines:
+        values = _list_values(each)
+        writer.writerow(_guard(values[name]) for name in _COLUMNS)
+        if buffer.tell() >= _CSV_BYTES:
+            yield buffer.getvalue()
+            buffer.seek(0)
+            buffer.truncate()
+    yield buffer.getvalue()
 
 
 def verify(path: Path) -> None:

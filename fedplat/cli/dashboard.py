@@ -40,17 +40,19 @@ def dashboard(
     with reporting(context, False) as output:
         try:
             from fedplat.dashboard import serving
+            from fedplat.web.serving import LocalPageOptions
         except ModuleNotFoundError as exc:
             if (exc.name or "").partition(".")[0] not in ("starlette", "jinja2", "uvicorn"):
                 raise
             raise errors.MissingExtraError(
                 f"the dashboard needs {exc.name}; install it with: {extras.install_command('dashboard')}"
             ) from exc
-        options = serving.LocalDashboardOptions(
+        options = LocalPageOptions(
             listen,
             lambda address: _announce(output, address, is_child=parent_pipe is not None),
             None if no_browser else webbrowser.open,
             parent_pipe,
+            instead="use 127.0.0.1 (and an SSH tunnel), or fedplat-server run --dashboard HOST:PORT",
         )
         serving.serve_locally(_source(context, run, server), options)
 

@@ -6,8 +6,6 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from urllib.parse import parse_qsl
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -17,25 +15,20 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from fedplat import errors, fair_places
-from fedplat.dashboard import live, routes, sessions
+from fedplat import errors
+from fedplat.dashboard import live, routes
 from fedplat.dashboard.rendering import ASSETS, Frame, Page, Renderer, format_event, format_signal
 from fedplat.dashboard.routes import Action, SignedOutError, describe_failure
-from fedplat.dashboard.sessions import LONGEST_S, BrowserSession, BrowserSessions, Clock, Login, LoginError
-from fedplat.dashboard.source import NotFoundError, Visit
+from fedplat.dashboard.source import NotFoundError, PageSource, Visit
+from fedplat.web import guard
+from fedplat.web.rendering import asset_route
+from fedplat.web.sessions import BrowserSession, BrowserSessions, Clock, Login
+from fedplat.web.sign_in import LoginForm, SignIn
 from fedplat.wire.v1 import admin_pb2
 
 COOKIE = "__Host-fedplat-session"
 RENDER_EVERY_S = 0.25
 """Minimum interval between updates of a page."""
-LOGIN_LIMITS = fair_places.PlaceLimits(total=24, per_network=24, waiting_per_network=64, wait_s=10.0)
-"""Attempts to sign in: a token or a code has too many bits to be guessed, so these only bound the calls to the server.
-
-The server delays at most 16 refusals of one caller at a time (`operator_access.MAX_PENDING`) and refuses further ones
-at once. So wrong tokens hold 16 of these places, and valid ones find another.
-"""
-_MAX_FIELDS = 20
-_YEAR_S = 31_536_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,111 +51,50 @@ class Dashboard:
     `hosts` are the names under which browsers may reach it, without ports.
     """
 
-    def __init__(self, login: Login, hosts: frozenset[str], clock: Clock = time.monotonic) -> None:
-        self._login, self._clock = login, clock
-        self.sessions = BrowserSessions(clock, owns_sources=login.owns_sources)
+    def __init__(self, login: Login[PageSource], hosts: frozenset[str], clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self.sessions: BrowserSessions[PageSource] = BrowserSessions(clock, owns_sources=login.owns_sources)
+        self.signing = SignIn(login, self.sessions, COOKIE, self._login_page)
         self.updates = live.LiveUpdates()
-        self._attempts = fair_places.FairPlaces(lambda: LOGIN_LIMITS)
-        self._login_threads = ThreadPoolExecutor(LOGIN_LIMITS.total, thread_name_prefix="login")
         self._renderer = Renderer()
-        self._rendered: dict[tuple[BrowserSession, str], _Rendered] = {}
-        self._locks: dict[tuple[BrowserSession, str], asyncio.Lock] = {}
+        self._rendered: dict[tuple[BrowserSession[PageSource], str], _Rendered] = {}
+        self._locks: dict[tuple[BrowserSession[PageSource], str], asyncio.Lock] = {}
         self.app = Starlette(
             routes=self._routes(),
-            middleware=[Middleware(sessions.Guard, hosts=hosts)],
+            middleware=[Middleware(guard.Guard, hosts=hosts)],
             exception_handlers={HTTPException: self._on_http_error},
         )
 
     def stop(self) -> None:
         """End all streams and sessions."""
         self.updates.stop()
-        self.sessions.close_all()
-        self._login_threads.shutdown(wait=False, cancel_futures=True)
+        self.signing.stop()
 
     def _routes(self) -> list[Route]:
-        found = [
-            Route("/static/{digest}/{name}", _serve_asset),
-            Route("/login", self._show_login),
-            Route("/login", self._sign_in, methods=["POST"]),
-            Route("/logout", self._sign_out, methods=["POST"]),
-        ]
+        found = [asset_route(ASSETS), *self.signing.routes()]
         for page in routes.PAGES:
             found.append(Route(page.path, self._page_endpoint(page.function)))
         for path, action in routes.ACTIONS.items():
             found.append(Route(path, self._action_endpoint(action), methods=["POST"]))
         return found
 
-    def _session(self, request: Request, *, is_use: bool = True) -> BrowserSession | None:
-        return self.sessions.find(request.cookies.get(COOKIE, ""), is_use=is_use)
-
-    async def _show_login(self, request: Request) -> Response:
-        code = request.query_params.get("code", "")[:100] if self._login.field == "code" else ""
-        return self._login_page(request.query_params.get("next", ""), code=code)
-
-    def _login_page(self, next_path: str, problem: str = "", *, code: str = "", status: int = 200) -> Response:
-        data = {"field": self._login.field, "problem": problem, "code": code, "next": _own_path(next_path)}
-        page = Page("login.html", "Sign in", data, is_live=False)
-        frame = Frame("/login", self._login.name)
-        return HTMLResponse(self._renderer.page(page, frame), status)
-
-    async def _sign_in(self, request: Request) -> Response:
-        form = await _read_form(request)
-        address = request.client.host if request.client is not None else ""
-        next_path = form.get("next", "")
-        secret = form.get(self._login.field, "").strip()
-        try:
-            async with self._attempts.place(fair_places.groups_of(address)):
-                loop = asyncio.get_running_loop()
-                source = await loop.run_in_executor(self._login_threads, self._login.sign_in, secret)
-        except fair_places.PlacesFullError:
-            problem = "Too many others are signing in; try again in a few seconds."
-            response = self._login_page(next_path, problem, status=429)
-            response.headers["Retry-After"] = "2"
-            return response
-        except LoginError as exc:
-            session = self._session(request) if self._login.field == "code" else None
-            if session is not None:  # the address with its code was opened again
-                return RedirectResponse(_own_path(next_path) or session.source.home, 303)
-            return self._login_page(next_path, str(exc), status=403)
-        except errors.FedplatError as exc:
-            return self._login_page(next_path, f"{str(exc)[:1].upper()}{str(exc)[1:]}.", status=503)
-        self.sessions.close(request.cookies.get(COOKIE, ""))
-        response = RedirectResponse(_own_path(next_path) or source.home, 303)
-        session_id = self.sessions.open(source)
-        response.set_cookie(
-            COOKIE, session_id, max_age=int(LONGEST_S), secure=True, httponly=True, samesite="strict", path="/"
-        )
-        return response
-
-    async def _sign_out(self, request: Request) -> Response:
-        return self._to_login(request, "")
-
-    def _to_login(self, request: Request, next_path: str) -> Response:
-        """End the session and return to the login."""
-        self.sessions.close(request.cookies.get(COOKIE, ""))
-        path = "/login"
-        if next_path not in ("", "/"):
-            path = str(
-                request.url_for("_show_login").include_query_params(next=next_path).replace(netloc="", scheme="")
-            )
-        response = RedirectResponse(path, 303)
-        if COOKIE in request.cookies:
-            response.delete_cookie(COOKIE, secure=True, httponly=True, samesite="strict", path="/")
-        return response
+    def _login_page(self, form: LoginForm) -> str:
+        page = Page("login.html", "Sign in", dataclasses.asdict(form), is_live=False)
+        return self._renderer.page(page, Frame("/login", self.signing.login.name))
 
     def _page_endpoint(self, function: routes.PageFunction) -> Callable[[Request], Awaitable[Response]]:
         async def serve(request: Request) -> Response:
-            session = self._session(request, is_use="live" not in request.query_params)
+            session = self.signing.find(request, is_use="live" not in request.query_params)
             if session is None:
                 if "live" in request.query_params:
                     return StreamingResponse(_once(format_signal("signed-out")), media_type="text/event-stream")
-                return self._to_login(request, _address(request))
+                return self.signing.leave(request, _address(request))
             if "live" in request.query_params:
                 return self._stream(request, session, function)
             try:
                 page, frame = await run_in_threadpool(self._fetch, session, request, function)
             except SignedOutError:
-                return self._to_login(request, _address(request))
+                return self.signing.leave(request, _address(request))
             content = await run_in_threadpool(self._renderer.page, page, frame)
             return HTMLResponse(content, page.status)
 
@@ -170,10 +102,10 @@ class Dashboard:
 
     def _action_endpoint(self, action: Action) -> Callable[[Request], Awaitable[Response]]:
         async def serve(request: Request) -> Response:
-            session = self._session(request)
+            session = self.signing.find(request)
             if session is None:
-                return self._to_login(request, "/")
-            form = await _read_form(request)
+                return self.signing.leave(request)
+            form = await guard.read_form(request)
 
             def act() -> str:
                 status = session.source.status()
@@ -185,13 +117,15 @@ class Dashboard:
                 try:
                     page = describe_failure(exc)
                 except SignedOutError:
-                    return self._to_login(request, "/")
+                    return self.signing.leave(request)
             frame = await run_in_threadpool(self._bare_frame, session, request)
             return HTMLResponse(self._renderer.page(page, frame), page.status)
 
         return serve
 
-    def _fetch(self, session: BrowserSession, request: Request, function: routes.PageFunction) -> tuple[Page, Frame]:
+    def _fetch(
+        self, session: BrowserSession[PageSource], request: Request, function: routes.PageFunction
+    ) -> tuple[Page, Frame]:
         """Return a page with its frame; a page about the failure if it cannot be made. Raises `SignedOutError`."""
         try:
             status = session.source.status()
@@ -203,13 +137,13 @@ class Dashboard:
 
     async def _on_http_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        session = self._session(request)
+        session = self.signing.find(request)
         if error.status_code == 404 and session is not None and not request.url.path.startswith("/static/"):
             frame = await run_in_threadpool(self._bare_frame, session, request)
             return HTMLResponse(self._renderer.page(describe_failure(NotFoundError()), frame), 404)
         return PlainTextResponse(f"{error.detail}\n", error.status_code, headers=error.headers)
 
-    def _bare_frame(self, session: BrowserSession, request: Request) -> Frame:
+    def _bare_frame(self, session: BrowserSession[PageSource], request: Request) -> Frame:
         """Return the frame of a page about a failure: the server may not answer."""
         try:
             status = session.source.status()
@@ -217,7 +151,9 @@ class Dashboard:
             status = None
         return self._frame(session, request, status)
 
-    def _frame(self, session: BrowserSession, request: Request, status: admin_pb2.GetStatusResponse | None) -> Frame:
+    def _frame(
+        self, session: BrowserSession[PageSource], request: Request, status: admin_pb2.GetStatusResponse | None
+    ) -> Frame:
         source = session.source
         return Frame(
             address=_address(request),
@@ -228,7 +164,7 @@ class Dashboard:
             sections=routes.list_sections(source, status.role if status is not None else ""),
         )
 
-    def _stream(self, request: Request, session: BrowserSession, function: routes.PageFunction) -> Response:
+    def _stream(self, request: Request, session: BrowserSession[PageSource], function: routes.PageFunction) -> Response:
         async def events() -> AsyncIterator[bytes]:
             job = request.path_params.get("job", "")
             sent: dict[str, str] = {}
@@ -238,13 +174,13 @@ class Dashboard:
                     return
                 async with self.updates.listen(session, job) as listener:
                     while not self.updates.is_stopping:
-                        if self._session(request, is_use=False) is None:
+                        if self.signing.find(request, is_use=False) is None:
                             yield format_signal("signed-out")
                             return
                         try:
                             parts = await self._parts(request, session, function, job, opened)
                         except SignedOutError:
-                            self.sessions.close(request.cookies.get(COOKIE, ""))
+                            self.signing.close(request)
                             yield format_signal("signed-out")
                             return
                         changed = {name: html for name, html in parts.items() if sent.get(name) != html}
@@ -257,7 +193,12 @@ class Dashboard:
         return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
 
     async def _parts(
-        self, request: Request, session: BrowserSession, function: routes.PageFunction, job: str, opened: float
+        self,
+        request: Request,
+        session: BrowserSession[PageSource],
+        function: routes.PageFunction,
+        job: str,
+        opened: float,
     ) -> Mapping[str, str]:
         """Return the live parts of a page, rendered once for all streams of the session that show it."""
         key = (session, _address(request))
@@ -289,7 +230,7 @@ class Dashboard:
             self._locks.pop(old, None)
 
 
-def _visit(session: BrowserSession, status: admin_pb2.GetStatusResponse, request: Request) -> Visit:
+def _visit(session: BrowserSession[PageSource], status: admin_pb2.GetStatusResponse, request: Request) -> Visit:
     return Visit(session.source, status, request.url.path, request.path_params, dict(request.query_params))
 
 
@@ -297,33 +238,6 @@ def _address(request: Request) -> str:
     """Return the path and query of a page, without the parameter of its stream."""
     url = request.url.remove_query_params("live")
     return f"{url.path}?{url.query}" if url.query else url.path
-
-
-def _own_path(path: str) -> str:
-    """Return a path of this site to continue at; empty if it could lead to another one."""
-    is_own = path.startswith("/") and not path.startswith(("//", "/\\", "/login", "/logout")) and path.isprintable()
-    return path if is_own and len(path) <= 2000 else ""
-
-
-async def _read_form(request: Request) -> dict[str, str]:
-    """Read an urlencoded form; the guard has bounded its size."""
-    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/x-www-form-urlencoded":
-        raise HTTPException(415, "expected a form, application/x-www-form-urlencoded")
-    body = await request.body()
-    try:
-        return dict(parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=_MAX_FIELDS))
-    except ValueError as exc:  # also UnicodeDecodeError
-        raise HTTPException(400, "the form is not valid") from exc
-
-
-async def _serve_asset(request: Request) -> Response:
-    asset = ASSETS.get(request.path_params["name"])
-    if asset is None or asset.address != request.url.path:
-        raise HTTPException(404, "there is no such file; reload the page")
-    headers = {"Cache-Control": f"public, max-age={_YEAR_S}, immutable", "Vary": "Accept-Encoding"}
-    if "gzip" in request.headers.get("accept-encoding", ""):
-        return Response(asset.compressed, headers={**headers, "Content-Encoding": "gzip"}, media_type=asset.media_type)
-    return Response(asset.content, headers=headers, media_type=asset.media_type)
 
 
 async def _once(content: bytes) -> AsyncIterator[bytes]:

@@ -14,26 +14,13 @@ from markupsafe import Markup
 from fedplat import texts
 from fedplat.admin import descriptions
 from fedplat.admin.descriptions import count_settling
+from fedplat.web.rendering import NOTHING, count, moment, size
 
-NOTHING = "-"
 printable = texts.printable
 job_status, attempt_phase = descriptions.job_status, descriptions.attempt_phase
 attempt_kind, severity = descriptions.attempt_kind, descriptions.severity
 SMALLEST_SLICE = 5
 """In a private job, groups of fewer clients are shown as "<5"."""
-
-
-def moment(unix_s: float) -> Markup | str:
-    """Return a point in time as an element in UTC, to which the page's script adds the local time; `-` for 0."""
-    if not unix_s:
-        return NOTHING
-    try:
-        when = datetime.fromtimestamp(unix_s, UTC)
-    except (ValueError, OverflowError, OSError):  # NaN, or a year beyond the calendar's range
-        return NOTHING
-    return Markup('<time datetime="{}">{} UTC</time>').format(
-        when.strftime("%Y-%m-%dT%H:%M:%SZ"), when.strftime("%Y-%m-%d %H:%M:%S")
-    )
 
 
 def clock(unix_s: float) -> str:
@@ -49,16 +36,6 @@ def virtual_moment(seconds: float) -> str:
 def duration(seconds: float) -> str:
     """Return a duration; `-` for 0."""
     return texts.duration(seconds) if seconds else NOTHING
-
-
-def size(num_bytes: float) -> str:
-    """Return a size in bytes, such as `36.1 KiB`; `-` for 0."""
-    return texts.size(num_bytes) if num_bytes else NOTHING
-
-
-def count(number: float) -> str:
-    """Return an integer with thousands separators."""
-    return f"{number:,.0f}"
 
 
 def number(value: float) -> str:
@@ -91,12 +68,9 @@ def short_id(identifier: str) -> str:
 
 FILTERS: dict[str, Callable[..., object]] = {
     "duration": duration,
-    "size": size,
-    "count": count,
     "count_settling": count_settling,
     "number": number,
     "metrics": metrics,
-    "printable": printable,
     "short_id": short_id,
     "job_status": job_status,
     "attempt_phase": attempt_phase,

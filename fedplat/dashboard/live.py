@@ -12,9 +12,9 @@ import contextlib
 import threading
 from collections.abc import AsyncGenerator
 
-from fedplat.dashboard.sessions import BrowserSession
-from fedplat.dashboard.source import Watch
+from fedplat.dashboard.source import PageSource, Watch
 from fedplat.errors import FedplatError
+from fedplat.web.sessions import BrowserSession
 
 MAX_WATCHES = 64
 """Jobs that are watched at a time; the pages of others are refreshed every `TICK_S`."""
@@ -44,7 +44,7 @@ class _JobWatch:
     """A thread that watches a job, and the listeners that it wakes."""
 
     def __init__(self, job: str, loop: asyncio.AbstractEventLoop) -> None:
-        self.listeners: dict[Listener, BrowserSession] = {}
+        self.listeners: dict[Listener, BrowserSession[PageSource]] = {}
         self.version = 0
         self._job, self._loop = job, loop
         self._lock = threading.Lock()
@@ -73,7 +73,7 @@ class _JobWatch:
             self._wake()
             self._ended.wait(_RETRY_S)
 
-    def _watch(self, session: BrowserSession) -> None:
+    def _watch(self, session: BrowserSession[PageSource]) -> None:
         with self._lock:
             if self._ended.is_set():
                 return
@@ -121,7 +121,7 @@ class LiveUpdates:
             watch.end()
 
     @contextlib.asynccontextmanager
-    async def listen(self, session: BrowserSession, job: str) -> AsyncGenerator[Listener]:
+    async def listen(self, session: BrowserSession[PageSource], job: str) -> AsyncGenerator[Listener]:
         """Yield a listener for the changes of a job; without a job, it is only woken by `stop`."""
         listener = Listener()
         self._listeners.add(listener)
@@ -141,7 +141,7 @@ class LiveUpdates:
         watch = self._watches.get(job)
         return watch.version if watch is not None else 0
 
-    def _join(self, job: str, listener: Listener, session: BrowserSession) -> _JobWatch | None:
+    def _join(self, job: str, listener: Listener, session: BrowserSession[PageSource]) -> _JobWatch | None:
         watch = self._watches.get(job)
         if watch is not None:
             watch.listeners[listener] = session

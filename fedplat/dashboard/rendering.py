@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gzip
-import hashlib
 from collections.abc import Mapping
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -19,8 +17,9 @@ from typing import Any
 
 import jinja2
 
-from fedplat._version import __version__
 from fedplat.dashboard import formats
+from fedplat.web import rendering as web
+from fedplat.web.rendering import load_assets, make_environment
 from fedplat.wire.v1 import admin_pb2
 
 _LIVE = "live_"
@@ -54,29 +53,22 @@ class Frame:
     banner: str = ""
 
     @property
+    def badges(self) -> Mapping[str, int]:
+        """Numbers beside entries of the menu."""
+        return {"alerts": self.status.num_alerts} if self.status is not None else {}
+
+    @property
     def can_operate(self) -> bool:
         """True if the operator may change jobs and clients."""
         return self.status is not None and self.status.role in ("operator", "admin")
 
 
-def _address_of(name: str) -> str:
-    return ASSETS[name].address
-
-
 @functools.cache
 def _environment() -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("fedplat.dashboard"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        auto_reload=False,
-    )
+    environment = make_environment("fedplat.dashboard", ASSETS)
     environment.filters.update(formats.FILTERS)
     values: dict[str, Any] = environment.globals  # typed as if it had the default values only
-    values |= {"asset": _address_of, "version": __version__, "formats": formats, "percent": formats.percent}
-    # Not imported by the templates: a block that is rendered alone does not have its template's imports.
+    values |= {"formats": formats, "percent": formats.percent}
     values["ui"] = environment.get_template("macros.html").module
     return environment
 
@@ -94,7 +86,8 @@ class Renderer:
     def parts(self, page: Page, frame: Frame) -> dict[str, str]:
         """Return the live parts of a page, by the ids of their elements."""
         template = self._environment.get_template(page.template)
-        blocks = self._environment.get_template("base.html").blocks | template.blocks
+        outer = [self._environment.get_template(name).blocks for name in ("web/layout.html", "base.html")]
+        blocks = outer[0] | outer[1] | template.blocks
         context = template.new_context(self._values(page, frame))
         return {name: "".join(blocks[name](context)) for name in sorted(blocks) if name.startswith(_LIVE)}
 
@@ -118,39 +111,17 @@ def format_signal(name: str) -> bytes:
 
 
 STATIC_FOLDER: Traversable = resources.files("fedplat.dashboard") / "static"
-_TYPES = {"js": "text/javascript; charset=utf-8", "css": "text/css; charset=utf-8", "svg": "image/svg+xml"}
-_BUNDLES = {
-    "dashboard.js": ("vendor/htmx.min.js", "vendor/hx-sse.min.js", "dashboard.js"),
-    "charts.js": ("vendor/uPlot.iife.min.js", "charts.js"),
-    "dashboard.css": ("vendor/uPlot.min.css", "dashboard.css"),
-    "icon.svg": ("icon.svg",),
-}
-"""Files that are sent as one, so that a page needs few requests."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Asset:
-    """A file that pages refer to. Its address has a part of its hash, so browsers may keep it for a year."""
-
-    name: str
-    content: bytes
-    compressed: bytes
-    digest: str
-
-    @property
-    def address(self) -> str:
-        """The path of the file."""
-        return f"/static/{self.digest[:12]}/{self.name}"
-
-    @property
-    def media_type(self) -> str:
-        """The content type."""
-        return _TYPES[self.name.rpartition(".")[2]]
-
-
-def _load(name: str, parts: tuple[str, ...]) -> Asset:
-    content = b"\n".join(STATIC_FOLDER.joinpath(*part.split("/")).read_bytes() for part in parts)
-    return Asset(name, content, gzip.compress(content, mtime=0), hashlib.sha256(content).hexdigest())
-
-
-ASSETS = {name: _load(name, parts) for name, parts in _BUNDLES.items()}
+_VENDOR = STATIC_FOLDER / "vendor"
+ASSETS = load_assets(
+    {
+        "dashboard.js": (
+            _VENDOR / "htmx.min.js",
+            _VENDOR / "hx-sse.min.js",
+            web.STATIC_FOLDER / "pages.js",
+            STATIC_FOLDER / "dashboard.js",
+        ),
+        "charts.js": (_VENDOR / "uPlot.iife.min.js", STATIC_FOLDER / "charts.js"),
+        "dashboard.css": (_VENDOR / "uPlot.min.css", web.STATIC_FOLDER / "pages.css"),
+        "icon.svg": (web.STATIC_FOLDER / "icon.svg",),
+    }
+)

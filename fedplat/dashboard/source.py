@@ -18,6 +18,7 @@ import msgspec
 
 from fedplat import admin, errors
 from fedplat.errors import ServerRefusedError
+from fedplat.web.rendering import Pager
 from fedplat.wire import http_requests
 from fedplat.wire.v1 import admin_pb2
 
@@ -166,17 +167,6 @@ class Paging:
 
     token: str
     first: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Pager:
-    """The links of a list: `first` is the number of the first row, `next_address` is empty on the last page."""
-
-    first: int
-    last: int
-    total: int
-    next_address: str
-    first_address: str
 
 
 @dataclasses.dataclass(frozen=True)

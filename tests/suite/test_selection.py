@@ -146,7 +146,7 @@ def graph() -> Graph:
         ("server/fedplat_server/crash_points.py", "tests/server/crash/test_matrix.py"),
         ("client/fedplat_client/_work/work.py", "tests/client/test_client.py"),
         ("fedplat/rounds/dispatch.py", "tests/core/rounds/test_machine.py"),
-        ("fedplat/dashboard/static/dashboard.css", "tests/core/dashboard/test_pages.py"),
+        ("fedplat/dashboard/static/dashboard.js", "tests/core/dashboard/test_pages.py"),
         ("tests/support/daemons.py", "tests/server/test_round.py"),
         ("fedplat/cli/jobs.py", "tests/e2e/test_operator.py"),
         ("fedplat/cli/sweep.py", "tests/core/cli/test_completion.py"),

@@ -13,6 +13,7 @@ import dataclasses
 import errno
 import hashlib
 import io
+import itertools
 import logging
 import os
 import threading
@@ -152,9 +153,25 @@ def _chain(before: str, text: bytes) -> str:
     return hashlib.sha256(before.encode() + text).hexdigest()
 
 
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """The client that reports: its server and population, and the record of what has left it."""
+
+    server: str
+    population: str
+    record: Path
+
+
 def read(path: Path) -> Iterator[ReleasedLine]:
     """Yield the complete lines of a record; none if there is no file. Raises `OSError`, `msgspec.DecodeError`."""
     for line in _read_lines(path):
+        if line.endswith(b"\n"):
+            yield _DECODER.decode(line)
+
+
+def read_part(path: Path, start: int, end: int) -> Iterator[ReleasedLine]:
+    """Yield the lines from number `start` (the first is 0) to `end`; only these are decoded. Raises as `read` does."""
+    for line in itertools.islice(_read_lines(path), start, end):
         if line.endswith(b"\n"):
             yield _DECODER.decode(line)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from fedplat.dashboard.app import Dashboard
-from fedplat.dashboard.serving import bind, make_server
 from fedplat.http_connections import ConnectionLimits
+from fedplat.web.serving import bind, make_server
 from fedplat_server.auth import pki_folder
 from fedplat_server.auth.pki_folder import PkiFolder
 from support.dashboard.fake_server import FakeServer

@@ -10,10 +10,12 @@ from unittest.mock import Mock
 import grpc
 import pytest
 
-from fedplat.dashboard import app, rendering, sessions
+from fedplat.dashboard import app, rendering
 from fedplat.dashboard.app import Dashboard
 from fedplat.dashboard.live import LiveUpdates
-from fedplat.dashboard.sessions import BrowserSession
+from fedplat.dashboard.source import PageSource
+from fedplat.web import sessions
+from fedplat.web.sessions import BrowserSession
 from support.dashboard.fake_server import JOB_ID, FakeServer, away, refused
 from support.dashboard.visitor import FakeClock, Visitor, until
 
@@ -28,7 +30,7 @@ async def read_stream(visitor: Visitor, dashboard: Dashboard, path: str) -> str:
 
 async def test_listeners_of_a_job_share_one_watch(server: FakeServer) -> None:
     updates = LiveUpdates()
-    session = BrowserSession(server, 0.0, 0.0)
+    session: BrowserSession[PageSource] = BrowserSession(server, 0.0, 0.0)
     async with updates.listen(session, JOB_ID) as one, updates.listen(session, JOB_ID) as two:
 
         def is_watched() -> bool:

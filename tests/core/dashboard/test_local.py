@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from fedplat.dashboard import serving
+from fedplat.web.serving import LocalPageOptions
 from support.dashboard.fake_server import FakeServer
 
 
@@ -25,9 +26,7 @@ def test_the_code_is_in_no_argument_of_the_browser() -> None:
         os.close(ours)  # the dashboard ends with its parent
 
     try:
-        serving.serve_locally(
-            FakeServer(), serving.LocalDashboardOptions("127.0.0.1:0", printed.append, open_browser, theirs)
-        )
+        serving.serve_locally(FakeServer(), LocalPageOptions("127.0.0.1:0", printed.append, open_browser, theirs))
     finally:
         os.close(theirs)
     ((url, content, modes),), (address,) = opened, printed

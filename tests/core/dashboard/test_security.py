@@ -10,10 +10,11 @@ import grpc
 import pytest
 from starlette.routing import Route
 
-from fedplat.dashboard import routes, sessions
+from fedplat.dashboard import routes
 from fedplat.dashboard.app import COOKIE, Dashboard
-from fedplat.dashboard.sessions import HEADERS, MAX_BODY_BYTES, TLS_HEADERS
 from fedplat.dashboard.source import PageSource
+from fedplat.web import sessions
+from fedplat.web.guard import HEADERS, MAX_BODY_BYTES, TLS_HEADERS
 from fedplat_server.rpc import operator_access
 from support.dashboard.fake_server import CLIENT_ID, ENROLLMENT_ID, JOB_ID, FakeServer, away, refused
 from support.dashboard.visitor import ORIGIN, SECRET, FakeClock, FakeLogin, Visitor
@@ -219,7 +220,7 @@ async def test_wrong_tokens_that_are_being_checked_keep_no_operator_out(
         return login.sign_in(secret)
 
     monkeypatch.setattr(
-        dashboard, "_login", type("Slow", (FakeLogin,), {"sign_in": staticmethod(sign_in)})(login.source)
+        dashboard.signing, "login", type("Slow", (FakeLogin,), {"sign_in": staticmethod(sign_in)})(login.source)
     )
     wrong = [asyncio.ensure_future(stranger.sign_in("fedplat_op_" + "x" * 43)) for _ in range(60)]
     try:

@@ -75,9 +75,15 @@ class Window:
 
 
 @contextlib.asynccontextmanager
-async def window(browser: Browser, origin: str, theme: Theme = "light", width: int = 1280) -> AsyncGenerator[Window]:
+async def window(
+    browser: Browser, origin: str, theme: Theme = "light", width: int = 1280, *, scripts: bool = True
+) -> AsyncGenerator[Window]:
     context = await browser.new_context(
-        color_scheme=theme, viewport={"width": width, "height": 900}, ignore_https_errors=True, reduced_motion="reduce"
+        color_scheme=theme,
+        viewport={"width": width, "height": 900},
+        ignore_https_errors=True,
+        java_script_enabled=scripts,
+        reduced_motion="reduce",
     )
     try:
         yield Window(context, await context.new_page(), origin)

@@ -8,8 +8,8 @@ from typing import Literal
 
 import httpx
 
-from fedplat.dashboard.sessions import LoginError
 from fedplat.dashboard.source import PageSource
+from fedplat.web.sessions import LoginError
 
 ORIGIN = "https://fed.example.org"
 SECRET = "fedplat_op_" + "s" * 43
