@@ -228,7 +228,7 @@ class Client:
                         num_tasks += 1
                         is_last = num_tasks == max_tasks or worker.parts.consent.is_due
                         found = worker.run(found, self._next_check_in(session, is_last=is_last))
-                        outcome = _read_outcome(found)
+                        outcome = found.outcome
                     upcoming = found.next
                     enrolled_again = enrolled_again and found.failed
                     delay_s = self._delay_s(found, backoff)
@@ -496,9 +496,3 @@ class Client:
     @property
     def _fields(self) -> dict[str, object]:
         return {"server": self._server, "population": self._population}
-
-
-def _read_outcome(result: heartbeat.CheckInResult) -> TaskOutcome:
-    if result.left:
-        return TaskOutcome.LEFT
-    return TaskOutcome.FAILED if result.failed else TaskOutcome.DONE

@@ -141,6 +141,13 @@ class CheckInResult:
     next: fleet_pb2.Assignment | None = None
     left: bool = False
 
+    @property
+    def outcome(self) -> task.TaskOutcome:
+        """What became of the assignment."""
+        if self.left:
+            return task.TaskOutcome.LEFT
+        return task.TaskOutcome.FAILED if self.failed else task.TaskOutcome.DONE
+
 
 class AssignmentFailedError(errors.ClientError):
     """The client gives up the assignment; `reason` is reported to the server."""
