@@ -23,6 +23,7 @@ from fedplat.job import checks, sections, tables
 from fedplat.job.tables import JobTables
 from fedplat.model import FLOATING, Parameters
 from fedplat.privacy import Privacy
+from fedplat.procedures.contract import version_of
 from fedplat.secure_aggregation.setup import hash_parts
 
 
@@ -82,10 +83,12 @@ def digest_job(spec: JobSpec, model_digest: str) -> str:
 
     Order, comments, spelling of numbers and keys with their defaults do not change it; everything else does. It needs
     no server, so those who approve a job can compare it with what they were sent. `model_digest` is the SHA-256 of the
-    initial model's file, hexadecimal. Raises `JobFileError` as `job_file` does.
+    initial model's file, hexadecimal. That of a job with a procedure depends on the version of the procedure, too.
+    Raises `JobFileError` as `job_file` does.
     """
     table = msgspec.json.encode(toml.to_table(toml.normalize(spec)), order="sorted")
-    return hash_parts(b"fedplat job 1", table, bytes.fromhex(model_digest)).hex()
+    version = () if spec.procedure is None else (b"%d" % version_of(spec.procedure),)
+    return hash_parts(b"fedplat job 1", table, bytes.fromhex(model_digest), *version).hex()
 
 
 def check_main(initial: str) -> None:
