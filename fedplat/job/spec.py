@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -23,6 +23,8 @@ from fedplat.job import checks, sections, tables
 from fedplat.job.tables import JobTables
 from fedplat.model import FLOATING, Parameters
 from fedplat.privacy import Privacy
+from fedplat.procedures import PROCEDURE
+from fedplat.procedures.contract import version_of
 from fedplat.secure_aggregation.setup import hash_parts
 
 
@@ -82,9 +84,11 @@ def digest_job(spec: JobSpec, model_digest: str) -> str:
 
     Order, comments, spelling of numbers and keys with their defaults do not change it; everything else does. It needs
     no server, so those who approve a job can compare it with what they were sent. `model_digest` is the SHA-256 of the
-    initial model's file, hexadecimal. Raises `JobFileError` as `job_file` does.
+    initial model's file, hexadecimal. That of a job with a procedure depends on the version of the procedure, too.
+    Raises `JobFileError` as `job_file` does.
     """
-    return _digest(toml.to_table(toml.normalize(spec)), model_digest)
+    version = None if spec.procedure is None else version_of(spec.procedure)
+    return _digest(toml.to_table(toml.normalize(spec)), model_digest, version)
 
 
 def canonical_text(spec: JobSpec) -> str:
@@ -95,16 +99,23 @@ def canonical_text(spec: JobSpec) -> str:
     return write_toml(toml.to_table(toml.normalize(spec)))
 
 
-def digest_text(text: str, model_digest: str) -> str:
+def digest_text(text: str, model_digest: str, plugins: Plugins = BUILTIN) -> str:
     """Return the digest of the job of a canonical text, of which this process need not have the plugins.
 
-    Any other text of the job has another digest. Raises `JobFileError` for a text that is not TOML.
+    Any other text of the job has another digest, and so has another version of its procedure than that of this process.
+    Raises `JobFileError` for a text that is not TOML.
     """
-    return _digest(toml.read_toml(text), model_digest)
+    table, version = toml.read_toml(text), None
+    if isinstance(options := table.get("procedure"), dict):
+        name = cast(dict[str, Any], options).get(PROCEDURE.key)
+        record = plugins.find(PROCEDURE, name) if isinstance(name, str) else None
+        version = version_of(record) if record is not None else 1
+    return _digest(table, model_digest, version)
 
 
-def _digest(table: Mapping[str, Any], model_digest: str) -> str:
-    return hash_parts(b"fedplat job 1", msgspec.json.encode(table, order="sorted"), bytes.fromhex(model_digest)).hex()
+def _digest(table: Mapping[str, Any], model_digest: str, version: int | None) -> str:
+    parts = [msgspec.json.encode(table, order="sorted"), bytes.fromhex(model_digest)]
+    return hash_parts(b"fedplat job 1", *parts, *([] if version is None else [b"%d" % version])).hex()
 
 
 def check_main(initial: str) -> None:

@@ -147,7 +147,7 @@ class JobTables(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     @property
     def num_wanted(self) -> int:
         """The number of clients that the job needs at work at the same time."""
-        if self.gossip is not None:
+        if self.gossip is not None or self.procedure is not None:
             return self.selection.goal
         return self.buffered.concurrency if self.buffered is not None else self.selection.target
 

@@ -92,8 +92,8 @@ METHODS = ("begin", "schema", "answer", "advance", "disclosures")
 """The names of the methods of a procedure."""
 
 
-def version_of(procedure: Procedure) -> int:
-    """Return the version of a procedure, its attribute `version`; 1 without one.
+def version_of(procedure: Procedure | type[Struct]) -> int:
+    """Return the version of a procedure or of its class, its attribute `version`; 1 without one.
 
     It grows when the same options mean other numbers: a server and a site with different ones do not work together.
     """

@@ -16,8 +16,9 @@ from msgspec import structs
 
 from fedplat.codecs.container import options_to_text
 from fedplat.config.plugins import BUILTIN
+from fedplat.errors import JobFileError
 from fedplat.job import canonical_text, digest_job, digest_text, parse_job, secure
-from fedplat.procedures import versions
+from fedplat.procedures import Means, versions
 from fedplat.secure_aggregation.setup import ExactEncoding, ExactSetup
 from fedplat.wire.v1 import fleet_pb2, gossip_pb2, model_pb2
 from fedplat_client import Client, DataDirectoryError, Task, TrainResult
@@ -218,6 +219,14 @@ def test_a_text_that_is_not_the_digests_is_not_read() -> None:
     ):
         with pytest.raises(Exception, match=r"another job|cannot be read"):
             read_offer(digest, forged, BUILTIN)
+
+
+def test_the_file_of_a_job_with_another_version_of_the_procedure_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    digest, offer = offer_of(PROCEDURE)
+    assert digest_text(offer.job_file, INITIAL) == digest
+    monkeypatch.setattr(Means, "version", 2, raising=False)
+    with pytest.raises(JobFileError, match="or has another version of its procedure"):
+        read_offer(digest, offer, BUILTIN)
 
 
 @pytest.mark.slow

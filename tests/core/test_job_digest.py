@@ -12,6 +12,7 @@ from msgspec import Struct, structs
 from fedplat.config.toml import to_table
 from fedplat.errors import JobFileError
 from fedplat.job import JobSpec, Selection, digest_job, parse_job
+from fedplat.procedures import Means
 
 MODEL, OTHER = "ab" * 32, "cd" * 32
 HEAD = 'name = "j"\npopulation = "p"\ntrainer = "t"\nrounds = 3\n'
@@ -97,3 +98,12 @@ def list_records(record: Struct) -> Iterator[Struct]:
         if isinstance(value, Struct):
             yield from list_records(value)
         assert not (isinstance(value, Mapping) and any(isinstance(each, Struct) for each in value.values()))
+
+
+def test_the_version_of_a_procedure_is_part_of_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    means = '[procedure]\nkind = "means"\ncolumns = { a = { low = 0, high = 1, resolution = 1 } }\n'
+    job = parse_job(f"{HEAD}[selection]\ngoal = 5\n{means}")
+    before = digest_job(job, MODEL)
+    assert digest_job(job, MODEL) == before
+    monkeypatch.setattr(Means, "version", 2, raising=False)
+    assert digest_job(job, MODEL) != before

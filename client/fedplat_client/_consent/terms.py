@@ -42,11 +42,14 @@ def read_offer(digest: str, offer: OfferedFile, plugins: Plugins) -> OfferedJob:
     The plugins that the file names and that this client does not have keep their options as they are.
     """
     try:
-        found = digest_text(offer.job_file, offer.initial_digest)
+        found = digest_text(offer.job_file, offer.initial_digest, plugins)
     except ValueError as exc:
         raise JobFileError(f"the digest of the initial model cannot be read: {exc}") from exc
     if found != digest:
-        raise JobFileError(f"the server has sent the file of another job: its digest is {found[:16]}")
+        raise JobFileError(
+            f"the server has sent the file of another job, or has another version of its procedure: its digest is "
+            f"{found[:16]}"
+        )
     pairs = (each.partition(".") for each in offer.plugins)
     absent = frozenset((kind, name) for kind, _, name in pairs) - plugins.given.keys()
     return OfferedJob(digest, parse_job(offer.job_file, dataclasses.replace(plugins, absent=absent)), offer)

@@ -62,10 +62,6 @@ def _first_model(spec: JobSpec) -> Parameters:
     return versions.begin(require_procedure(spec)).model
 
 
-def _count_needed(job: JobState) -> int:
-    return job.spec.selection.goal
-
-
 def _refuse_rollback(job: JobState) -> str:
     return _NO_ROLLBACK
 
@@ -169,7 +165,6 @@ def wrap(
         begin=begin,
         sizes=_size,
         demand=demand,
-        num_needed=_count_needed,
         count_candidates=_count_candidates,
         on_drawn=_on_drawn,
         advance=advance,

@@ -39,7 +39,7 @@ def check_feasible(spec: job.JobSpec, fleet: Fleet) -> str:
             raise JobFileError(f"{key}: expected at most {whose}")
     if spec.selection.min_separation and not protocol.carries_over:
         _check_separation(spec, fleet, count)
-    target, selection = spec.selection.target, spec.selection
+    target, selection = spec.num_wanted, spec.selection
     if protocol.carries_over or selection.sampling.is_trial or selection.wait_for or target <= count:
         return ""
     return (
