@@ -80,7 +80,7 @@ def _list_owner_mistakes(spec: JobTables) -> Iterator[str]:
         yield from _list_flower_mistakes(spec)
     if spec.procedure is not None:
         yield from _list_procedure_mistakes(spec, spec.procedure)
-    elif not spec.model.initial:
+    elif spec.model == sections.Model():
         yield "model.initial: this key is required and missing"
 
 
@@ -188,7 +188,7 @@ def _list_procedure_mistakes(spec: JobTables, procedure: procedures.Procedure) -
     """Yield a line for each table of a job with a procedure for what the procedure decides, and for too many sites."""
     if spec.privacy is not None:
         yield "privacy: a procedure adds no noise to its sums; expected no table [privacy] with the table [procedure]"
-    if spec.model.initial:
+    if spec.model != sections.Model():
         yield "model: the first message of the procedure is the initial model; expected no table [model]"
     if spec.config:
         yield "config: a procedure has its options in its own table; expected no table [config] with [procedure]"
