@@ -11,7 +11,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from fedplat import texts
-from fedplat.config.plugins import name_of
+from fedplat.config.plugins import has_absent, name_of
 from fedplat.errors import SecureAggregationError
 from fedplat.job import secure
 from fedplat.job.privacy import calibrate
@@ -92,7 +92,7 @@ def describe(spec: JobSpec) -> list[JobFact]:
     asked += [] if spec.approval is None else [JobFact("contact", [spec.approval.contact or "none"])]
     return [
         *asked,
-        JobFact("what runs", [f"the trainer {spec.trainer} of this client, with the settings of [config]"]),
+        JobFact("what runs", [_describe_program(spec)]),
         JobFact("what leaves", leaves),
         JobFact("how often", [_describe_rounds(spec)]),
         JobFact("who sees it", [_describe_receiver(spec)]),
@@ -101,7 +101,19 @@ def describe(spec: JobSpec) -> list[JobFact]:
     ]
 
 
+def _describe_program(spec: JobSpec) -> str:
+    if spec.procedure is not None:
+        return f"the procedure {name_of(spec.procedure)} of this client's own program, on its table {spec.trainer}"
+    return f"the trainer {spec.trainer} of this client, with the settings of [config]"
+
+
 def _list_contents(spec: JobSpec) -> Iterator[str]:
+    if spec.procedure is not None:
+        if has_absent(spec):
+            yield "what the procedure declares, which this client cannot show without its plugin"
+        else:
+            yield from map(str, spec.procedure.disclosures())
+        return
     if spec.flower is not None:
         size = texts.size(spec.flower.max_reply_bytes(0))
         yield f"what the Flower app {spec.flower.app} on this client replies: any content, at least {size} a reply"
@@ -116,6 +128,8 @@ def _list_contents(spec: JobSpec) -> Iterator[str]:
 
 
 def _list_metrics(spec: JobSpec) -> Iterator[str]:
+    if spec.procedure is not None:
+        return
     yield "the metrics that the trainer returns, such as its loss"
     if (clients := spec.evaluation.clients) is not None:
         yield f"the metrics of the evaluator {clients.evaluator} on this client's data, plain, without noise"
@@ -134,7 +148,8 @@ def _describe_receiver(spec: JobSpec) -> str:
     if spec.gossip is not None:
         return "other clients of the job; the server sees sizes and digests"
     if spec.secure_aggregation is None:
-        return "the server, and with it its operator, each update by itself"
+        content = "update" if spec.procedure is None else "reply"
+        return f"the server, and with it its operator, each {content} by itself"
     least = secure.group_minimum(spec)
     return f"the server, only as a sum over at least {least} clients, as long as it does not collude with most of them"
 
@@ -149,6 +164,9 @@ def _describe_guarantee(spec: JobSpec) -> str:
 
 
 def _list_threats(spec: JobSpec) -> Iterator[str]:
+    if spec.procedure is not None:
+        yield from _list_threats_of_sums(spec)
+        return
     if spec.flower is not None:
         yield "the code of the app decides what it replies; nothing checks it here"
     if spec.gossip is not None:
@@ -164,3 +182,12 @@ def _list_threats(spec: JobSpec) -> Iterator[str]:
     if spec.evaluation.clients is not None:
         yield "metrics of few examples describe these examples"
     yield "the server chooses the models after the first one; this client cannot check what they are made of"
+
+
+def _list_threats_of_sums(spec: JobSpec) -> Iterator[str]:
+    yield "sums over few rows describe these rows; two results over other rows may differ by what one person has"
+    if spec.secure_aggregation is None:
+        yield "minimum counts of rows hide numbers from the readers of the result, not from the server"
+    elif not spec.secure_aggregation.confirm:
+        yield "a server that tells clients different survivors can read a reply: confirm would prevent it"
+    yield "a procedure of several steps: the server chooses the messages after the first one"
