@@ -217,3 +217,9 @@ def attempt_kind(kind: int, job: admin_pb2.Job | None = None) -> str:
 def severity(value: int) -> str:
     """Return the severity of an alert in lower case: `critical`."""
     return enum_name(admin_pb2.AlertSeverity.DESCRIPTOR, value).lower()
+
+
+def describe_approvals(found: admin_pb2.JobApprovals) -> str:
+    """Summarize what the owners of a population's clients have decided of a job."""
+    names = f": {join_names(found.approved, found.num_approved)}" if found.num_approved else ""
+    return f"{found.num_approved:,} approved{names}; {found.num_rejected:,} rejected, {found.num_silent:,} undecided"

@@ -212,6 +212,11 @@ def job_fields(job: admin_pb2.Job) -> dict[str, str]:
             fields["unreachable"] = descriptions.join_names(job.exchange.unreachable, job.exchange.num_unreachable)
     if job.HasField("clocks"):
         fields["clocks"] = describe_clocks(job.clocks)
+    if job.HasField("approvals"):
+        fields["approvals"] = descriptions.describe_approvals(job.approvals)
+        fields |= {f"rejected by {each.client_id}": each.text or formats.NOTHING for each in job.approvals.rejected}
+        if job.approvals.num_silent:
+            fields["undecided"] = descriptions.join_names(job.approvals.silent, job.approvals.num_silent)
     if job.plugins:
         fields["plugins"] = formats.plugins(job.plugins)
     if job.HasField("current"):

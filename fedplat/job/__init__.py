@@ -20,6 +20,7 @@ from fedplat.job.privacy import (
 )
 from fedplat.job.sections import (
     Adaptive,
+    Approval,
     ClientEvaluation,
     Compression,
     Count,
@@ -52,6 +53,7 @@ from fedplat.job.tables import PoolOptions, ServerLearning, ServerStep, WarmStar
 
 __all__ = [
     "Adaptive",
+    "Approval",
     "ClientEvaluation",
     "Compression",
     "Count",

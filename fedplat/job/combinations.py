@@ -55,7 +55,7 @@ COMBINES: Final[Mapping[str, frozenset[str]]] = {
     **dict.fromkeys(sorted(_BASIC), _BASIC),
 }
 """What each part may be combined with. It is enough that one of the two names the other."""
-_OF_ALL: Final = frozenset({"config", "deadlines", "retry"})
+_OF_ALL: Final = frozenset({"approval", "config", "deadlines", "retry"})
 """Keys that every job may have."""
 
 

@@ -273,6 +273,35 @@ class Flower(Struct, frozen=True, forbid_unknown_fields=True):
         return int(self.max_reply_mb * 2**20) or 64 * 2**20 + 2 * message_bytes
 
 
+class Approval(Struct, frozen=True, forbid_unknown_fields=True):
+    """What the owners of the clients are asked before the job begins, and by whom (docs/approval.md)."""
+
+    required: bool = True
+    """True: only clients whose owners have approved the job take part, and round 1 waits for `quorum`. False: the table
+    only tells owners purpose and contact."""
+    quorum: Literal["all"] | int | float = "all"
+    """How many clients must have approved before round 1: `"all"` that are enrolled in the population, a part of them
+    below 1, or a number."""
+    purpose: Annotated[str, Meta(max_length=1000)] = ""
+    """Purpose of the job, for the owners, such as a study and its approval by a board."""
+    contact: Annotated[str, Meta(max_length=200)] = ""
+    """Person or address that the owners may ask."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.quorum, float) and not 0.0 < self.quorum < 1.0:
+            raise ValueError(f'quorum = {self.quorum:g}: expected "all", a whole number, or a part above 0 and below 1')
+        if isinstance(self.quorum, int) and not 1 <= self.quorum <= 1_000_000_000:
+            raise ValueError(f'quorum = {self.quorum}: expected "all", or a number of at least 1')
+
+    def needed_of(self, num_clients: int) -> int:
+        """Return how many of so many enrolled clients must have approved, at least 1."""
+        if isinstance(self.quorum, str):
+            return max(1, num_clients)
+        if isinstance(self.quorum, int):
+            return self.quorum
+        return max(1, _count_fraction(self.quorum, num_clients))
+
+
 class Retention(Struct, frozen=True, forbid_unknown_fields=True):
     """Files and history of the job that the server keeps; it removes the rest in the background.
 

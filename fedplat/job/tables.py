@@ -68,6 +68,8 @@ class JobTables(Struct, frozen=True, forbid_unknown_fields=True):
     """Secure aggregation, with which the server learns only sums of updates; none: it sees each update."""
     evaluation: sections.Evaluation = sections.Evaluation()
     """Evaluation of committed models."""
+    approval: sections.Approval | None = None
+    """What the owners of clients are asked; none: clients take part as their owners have set them up."""
     retention: sections.Retention = sections.Retention()
     """Files and history that the server keeps."""
     pool: PoolOptions | None = None
@@ -78,6 +80,11 @@ class JobTables(Struct, frozen=True, forbid_unknown_fields=True):
     """Training on the server's data at the end of rounds; none: only clients train."""
     flower: sections.Flower | None = None
     """Flower app whose messages the rounds exchange; none: clients train the job's model."""
+
+    @property
+    def needs_approval(self) -> bool:
+        """True if only clients take part whose owners have approved the job."""
+        return self.approval is not None and self.approval.required
 
     @property
     def client_config(self) -> Mapping[str, sections.Scalar]:

@@ -69,7 +69,10 @@ class JobFact(NamedTuple):
 def describe(spec: JobSpec) -> list[JobFact]:
     """Return in words what leaves a client, who sees it, how often, under which guarantee, and what may go wrong."""
     leaves = [*_list_contents(spec), *_list_metrics(spec)]
+    asked = [] if spec.approval is None else [JobFact("purpose, as stated", [spec.approval.purpose or "none"])]
+    asked += [] if spec.approval is None else [JobFact("contact", [spec.approval.contact or "none"])]
     return [
+        *asked,
         JobFact("what runs", [f"the trainer {spec.trainer} of this client, with the settings of [config]"]),
         JobFact("what leaves", leaves),
         JobFact("how often", [_describe_rounds(spec)]),

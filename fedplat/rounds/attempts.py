@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from msgspec import structs
 
-from fedplat.rounds import closing, commands, events, influence, pacing, privacy_rules, selection
+from fedplat.rounds import approvals, closing, commands, events, influence, pacing, privacy_rules, selection
 from fedplat.rounds.commands import ACCEPTED, Assign, Command, Context, Transition, Verdict
 from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat.rounds.protocols.base import list_protocols, protocol_of, training_of
@@ -33,6 +33,8 @@ def begin_next(job: JobState, context: Context) -> Transition | None:
     if job.status is not JobStatus.RUNNING:
         return None
     if job.resume_at is not None and job.resume_at > context.now:
+        return None
+    if approvals.is_awaiting(job) and not approvals.has_quorum(job):
         return None
     for protocol in list_protocols(job):
         if (begun := protocol.begin(job, context)) is not None:

@@ -46,7 +46,7 @@ class Demand:
     drawn when the time for selection is over. `codecs`, `algorithms` and `features` are those that a client must
     support. Clients in `excluded` are not drawn: they take part already. If there is a `cohort`, only its clients are
     drawn, and never those in `barred`. `gate` keeps out clients by what the kind of the job remembers of them. `digest`
-    is that of the job, which the owners of clients may have to approve.
+    is that of the job, which owners may have to approve; if it `needs_approval`, all of them.
     """
 
     key: records.AttemptKey
@@ -67,6 +67,7 @@ class Demand:
     gate: Gate | None = None
     role: ClientRole = TRAINER
     digest: str = ""
+    needs_approval: bool = False
 
     @property
     def has_requirements(self) -> bool:
@@ -90,7 +91,7 @@ class Demand:
             client.population == self.population
             and (self.cohort is None or client.client_id in self.cohort)
             and client.client_id not in self.barred
-            and client.approves(self.digest)
+            and client.approves(self.digest, is_needed=self.needs_approval)
             and (self.gate is None or self.gate.admits(client.client_id))
             and self.handler in self.role.list_installed(client)
             and label_expressions.compile_expression(self.where)(client.labels)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fedplat.rounds import attempts, commands, events, interventions, records
+from fedplat.rounds import approvals, attempts, commands, events, interventions, records
 from fedplat.rounds.protocols.base import Handler, protocol_of, training_of
 from fedplat.rounds.protocols.registry import OF_EVENTS
 
@@ -32,6 +32,7 @@ def advance(job: records.JobState, context: commands.Context) -> commands.Transi
 COMMON: Mapping[type[Any], Handler] = {
     events.OperatorCommand: interventions.on_operator,
     events.SpecChanged: interventions.on_changed,
+    events.ApprovalsCounted: approvals.on_counted,
     events.RollbackOrdered: interventions.on_rollback,
     events.ServerRestarted: interventions.on_restart,
     events.CandidatesDrawn: attempts.on_candidates,

@@ -45,6 +45,15 @@ class SpecChanged:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ApprovalsCounted:
+    """The owners of `num_approved` of the `num_clients` enrolled clients of a job's population have approved it."""
+
+    job_id: str
+    num_approved: int
+    num_clients: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class RollbackOrdered:
     """An operator rolls a job back to an older version, whose file exists.
 
@@ -92,9 +101,9 @@ class ClientCheckedIn:
     session: int = 0
     approvals: frozenset[str] | None = None
 
-    def approves(self, digest: str) -> bool:
-        """Return whether the owner of the client allows the job with this digest."""
-        return self.approvals is None or digest in self.approvals
+    def approves(self, digest: str, *, is_needed: bool) -> bool:
+        """Return whether the owner of the client allows the job with this digest, or need not be asked."""
+        return not is_needed if self.approvals is None else digest in self.approvals
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -299,6 +308,7 @@ class AggregationFailed(AttemptEvent):
 JobEvent = (
     OperatorCommand
     | SpecChanged
+    | ApprovalsCounted
     | RollbackOrdered
     | ServerRestarted
     | CandidatesDrawn

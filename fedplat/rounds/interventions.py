@@ -36,7 +36,7 @@ from fedplat.rounds.commands import Command, Commit, Context, Transition, Verdic
 from fedplat.rounds.events import JobAction, OperatorCommand, RollbackOrdered, SpecChanged
 from fedplat.rounds.privacy_rules import disclosure_of
 from fedplat.rounds.protocols.base import protocol_of, training_of
-from fedplat.rounds.records import NO_FUTILE, Assignment, AssignmentSet, Attempt, JobState, ModelVersion
+from fedplat.rounds.records import NO_FUTILE, ApprovalCount, Assignment, AssignmentSet, Attempt, JobState, ModelVersion
 
 
 def on_operator(job: JobState, event: OperatorCommand, context: Context) -> Transition:
@@ -72,7 +72,7 @@ def on_changed(job: JobState, event: SpecChanged, context: Context) -> Transitio
     """Continue with other options of the job, which decide only when it gives up, and which files are kept."""
     if job.status in states.ENDED_JOBS:
         return Transition(job, verdict=Verdict(None, f"cannot change a job that is {job.status}"))
-    return Transition(structs.replace(job, spec=event.spec, digest=event.digest))
+    return Transition(structs.replace(job, spec=event.spec, digest=event.digest, approvals=ApprovalCount()))
 
 
 _ACTIONS: Mapping[JobAction, tuple[states.JobStatus, states.Reason | None]] = {

@@ -300,6 +300,13 @@ class FutileAttempts(NamedTuple):
 NO_FUTILE = FutileAttempts()
 
 
+class ApprovalCount(NamedTuple):
+    """How many of the enrolled clients of a job's population have approved it."""
+
+    num_approved: int = 0
+    num_clients: int = 0
+
+
 class JobState(Struct, frozen=True):
     """The state of a job.
 
@@ -314,7 +321,8 @@ class JobState(Struct, frozen=True):
     `barred` are clients that a job with secure aggregation does not draw again, because their messages were invalid
     (`REJECTED_MESSAGE`) in an earlier attempt. `protocol` is what only the protocol of its training reads and writes
     (`RoundProtocol.read_state`). `digest` is that of its job file and initial model, by which owners of data approve
-    it; it follows from them, and is not stored.
+    it; it follows from them, and is not stored. `approvals` counts those who have, before the job begins; the clients
+    announce it, and so it is not stored either.
     """
 
     job_id: str
@@ -336,6 +344,7 @@ class JobState(Struct, frozen=True):
     barred: tuple[str, ...] = ()
     protocol: object = None
     digest: str = ""
+    approvals: ApprovalCount = ApprovalCount()
 
     @property
     def algorithms(self) -> frozenset[str]:

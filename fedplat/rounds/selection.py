@@ -53,7 +53,12 @@ def training_demand(job: JobState, attempt: Attempt, target: int, min_eligible: 
         training_of(job).features,
         least=max(attempt.minimum, spec.selection.wait_for),
         digest=job.digest,
+        needs_approval=spec.needs_approval,
     )
+
+
+def _approves(client: ClientCheckedIn, job: JobState) -> bool:
+    return client.approves(job.digest, is_needed=job.spec.needs_approval)
 
 
 def may_train(job: JobState, client: ClientCheckedIn) -> bool:
@@ -61,7 +66,7 @@ def may_train(job: JobState, client: ClientCheckedIn) -> bool:
     has_plugins = job.spec.compression.names <= client.codecs and job.algorithms <= client.algorithms
     supported = job.spec.trainer in client.trainers and has_plugins and training_of(job).features <= client.features
     accepts = label_expressions.compile_expression(job.spec.selection.where)
-    return supported and client.approves(job.digest) and accepts(client.labels)
+    return supported and _approves(client, job) and accepts(client.labels)
 
 
 def list_able(room: WaitingRoom, job: JobState) -> list[str]:
@@ -75,7 +80,7 @@ def may_evaluate(job: JobState, client: ClientCheckedIn) -> bool:
     evaluation = job.spec.evaluation.clients
     supported = evaluation is not None and evaluation.evaluator in client.evaluators
     accepts = label_expressions.compile_expression(job.spec.selection.where)
-    return supported and client.approves(job.digest) and accepts(client.labels)
+    return supported and _approves(client, job) and accepts(client.labels)
 
 
 def describe_excluded(job: JobState, event: CandidatesDrawn) -> str:
@@ -235,7 +240,7 @@ class WaitingRoom:
         accepts = label_expressions.compile_expression(demand.where)
         if num_unlike := sum(not accepts(client.labels) for client in ours):
             found.append(f"{num_unlike} more do not satisfy selection.where")
-        if num_waiting := sum(not client.approves(demand.digest) for client in ours):
+        if num_waiting := sum(not client.approves(demand.digest, is_needed=demand.needs_approval) for client in ours):
             found.append(f"{num_waiting} more wait until their owners approve the job")
         if num_declined := self.num_declined(job_id):
             found.append(

@@ -130,7 +130,7 @@ def test_each_part_of_a_job_file_is_listed() -> None:
             named |= {f"{field.name}.{key.name}" for key in structs.fields(default)}
         elif field.name == "mode":
             named |= {f'mode.kind = "{mode.__struct_config__.tag}"' for mode in get_args(field.type)}
-        elif default is not NODEFAULT and field.name not in ("config", "deadlines", "retry"):
+        elif default is not NODEFAULT and field.name not in ("approval", "config", "deadlines", "retry"):
             named.add(field.name)
     assert {*COMBINES} == {*PARTS} == named | {ELASTIC, DISTILL}
 

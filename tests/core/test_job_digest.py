@@ -31,7 +31,7 @@ TABLES = (
     "[privacy]\nparticipation = 'fixed'\ndelta = 1e-6\nnoise_multiplier = 1.0\ntrust = 'none'\nmax_releases = 9\n"
     "[privacy.metrics]\nnoise_multiplier = 2.0\nbounds = { loss = [0.0, 5.0] }\n"
     "[secure_aggregation]\nconfirm = true\n[updates]\nweighting = 'uniform'\nclip_norm = 1.0\n"
-    "[retention]\nversions = 5\n",
+    "[retention]\nversions = 5\n[approval]\npurpose = 'p'\n",
     "[mode]\nkind = 'buffered'\nconcurrency = 20\n[mode.staleness]\nkind = 'hinge'\n",
     "[mode]\nkind = 'ssp'\nconcurrency = 8\nslack = 2\n",
     "[mode]\nkind = 'cyclic'\nclients = 3\n",

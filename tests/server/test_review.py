@@ -84,3 +84,35 @@ async def test_too_much_is_refused(site: Site) -> None:
     ):
         with pytest.raises(Exception, match=text):
             await call()
+
+
+async def test_a_job_begins_when_its_quorum_has_approved_it(site: Site) -> None:
+    """Two of three approve, one rejects: no round, and the operator sees the reason. All three: the round begins."""
+    job = await site.operator.start(job_file(goal=2, more="[approval]\npurpose = 'IRB 7'\n"))
+    one, two, three = clients = await site.fleet(3)
+    (found,) = (await one.review()).jobs
+    yes, no = approvals(found.digest), approvals(**{found.digest: "no IRB yet"})
+    for client, answer in ((one, yes), (two, yes), (three, no)):
+        await client.refusal(approvals=answer)
+    shown = await site.operator.show(job)
+    assert shown.reason == "waits for approvals: 2 of 3 enrolled clients so far, 3 needed"
+    assert not shown.HasField("current")
+    assert {*shown.approvals.approved} == {one.client_id, two.client_id}
+    assert [(each.client_id, each.text) for each in shown.approvals.rejected] == [(three.client_id, "no IRB yet")]
+    assert not shown.approvals.num_silent
+    waiting = [client.check_in(approvals=yes) for client in clients]
+    assert (await site.operator.until(job, "attempt", "COLLECTING")).round == 1
+    for call in waiting:
+        call.cancel()
+
+
+@pytest.mark.slow
+async def test_a_revoked_client_is_no_longer_counted(site: Site) -> None:
+    job = await site.operator.start(job_file(goal=1, more="[approval]\n"))
+    one, two = await site.fleet(2)
+    (found,) = (await one.review()).jobs
+    await one.refusal(approvals=approvals(found.digest))
+    assert (await site.operator.show(job)).approvals.silent == [two.client_id]
+    await site.operator.clients.RevokeClient(admin_pb2.RevokeClientRequest(client_id=two.client_id))
+    await one.refusal(approvals=approvals())
+    assert (await one.assignment(approvals=approvals(found.digest))).job_id == job

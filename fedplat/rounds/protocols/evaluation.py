@@ -53,6 +53,7 @@ def _demand(job: JobState, attempt: Attempt) -> demand.Demand | None:
         Uniform(),
         role=demand.EVALUATOR,
         digest=job.digest,
+        needs_approval=job.spec.needs_approval,
     )
 
 

@@ -22,6 +22,11 @@ def check_feasible(spec: job.JobSpec, fleet: Fleet) -> str:
 
     Return a warning if each of its rounds waits for clients that do not exist; empty without one.
     """
+    if spec.needs_approval:
+        raise JobFileError(
+            "approval: a simulation has no owners who could approve the job; leave the table out, or set "
+            "approval.required = false"
+        )
     protocol = find_training(spec)
     if not (needs := protocol.list_needs(spec)):
         return ""

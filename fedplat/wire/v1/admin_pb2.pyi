@@ -542,6 +542,7 @@ class Job(_message.Message):
     PLUGINS_FIELD_NUMBER: _builtins.int
     CLOCKS_FIELD_NUMBER: _builtins.int
     EXCHANGE_FIELD_NUMBER: _builtins.int
+    APPROVALS_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     name: _builtins.str
     population: _builtins.str
@@ -573,6 +574,10 @@ class Job(_message.Message):
     def exchange(self) -> Global___Exchange:
         """Only of a job with [mode] kind = "gossip" that has begun."""
 
+    @_builtins.property
+    def approvals(self) -> Global___JobApprovals:
+        """Only of a job that owners of clients must approve, and not in lists."""
+
     def __init__(
         self,
         *,
@@ -591,16 +596,81 @@ class Job(_message.Message):
         plugins: _abc.Iterable[Global___Plugin] | None = ...,
         clocks: Global___Clocks | None = ...,
         exchange: Global___Exchange | None = ...,
+        approvals: Global___JobApprovals | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_restored_from", b"_restored_from", "clocks", b"clocks", "current", b"current", "exchange", b"exchange", "model", b"model", "restored_from", b"restored_from"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_restored_from", b"_restored_from", "approvals", b"approvals", "clocks", b"clocks", "current", b"current", "exchange", b"exchange", "model", b"model", "restored_from", b"restored_from"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_restored_from", b"_restored_from", "clocks", b"clocks", "created_unix_s", b"created_unix_s", "current", b"current", "exchange", b"exchange", "job_file", b"job_file", "job_id", b"job_id", "model", b"model", "name", b"name", "num_rounds", b"num_rounds", "plugins", b"plugins", "population", b"population", "reason", b"reason", "restored_from", b"restored_from", "round", b"round", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_restored_from", b"_restored_from", "approvals", b"approvals", "clocks", b"clocks", "created_unix_s", b"created_unix_s", "current", b"current", "exchange", b"exchange", "job_file", b"job_file", "job_id", b"job_id", "model", b"model", "name", b"name", "num_rounds", b"num_rounds", "plugins", b"plugins", "population", b"population", "reason", b"reason", "restored_from", b"restored_from", "round", b"round", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__restored_from: _TypeAlias = _typing.Literal["restored_from"]  # noqa: Y015
     _WhichOneofArgType__restored_from: _TypeAlias = _typing.Literal["_restored_from", b"_restored_from"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__restored_from) -> _WhichOneofReturnType__restored_from | None: ...
 
 Global___Job: _TypeAlias = Job  # noqa: Y015
+
+@_typing.final
+class JobApprovals(_message.Message):
+    """What the owners of the enrolled clients have decided of a job, as their clients have announced it to this leader."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Rejection(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        CLIENT_ID_FIELD_NUMBER: _builtins.int
+        TEXT_FIELD_NUMBER: _builtins.int
+        client_id: _builtins.str
+        text: _builtins.str
+        def __init__(
+            self,
+            *,
+            client_id: _builtins.str = ...,
+            text: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "text", b"text"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NUM_APPROVED_FIELD_NUMBER: _builtins.int
+    NUM_REJECTED_FIELD_NUMBER: _builtins.int
+    NUM_SILENT_FIELD_NUMBER: _builtins.int
+    APPROVED_FIELD_NUMBER: _builtins.int
+    REJECTED_FIELD_NUMBER: _builtins.int
+    SILENT_FIELD_NUMBER: _builtins.int
+    num_approved: _builtins.int
+    """At most 1,000 clients are counted."""
+    num_rejected: _builtins.int
+    num_silent: _builtins.int
+    @_builtins.property
+    def approved(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The ids of the first 100 each."""
+
+    @_builtins.property
+    def rejected(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobApprovals.Rejection]: ...
+    @_builtins.property
+    def silent(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Those that have announced neither."""
+
+    def __init__(
+        self,
+        *,
+        num_approved: _builtins.int = ...,
+        num_rejected: _builtins.int = ...,
+        num_silent: _builtins.int = ...,
+        approved: _abc.Iterable[_builtins.str] | None = ...,
+        rejected: _abc.Iterable[Global___JobApprovals.Rejection] | None = ...,
+        silent: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["approved", b"approved", "num_approved", b"num_approved", "num_rejected", b"num_rejected", "num_silent", b"num_silent", "rejected", b"rejected", "silent", b"silent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JobApprovals: _TypeAlias = JobApprovals  # noqa: Y015
 
 @_typing.final
 class Exchange(_message.Message):

@@ -18,8 +18,10 @@ from fedplat.rounds import AttemptKey
 from fedplat.rounds.commands import Abort, Assign, Refuse, RetryWindow
 from fedplat.rounds.events import ClientCheckedIn, ClientLeft
 from fedplat.rounds.states import Reason
+from fedplat.wire.v1 import fleet_pb2
 from fedplat_server import errors, logs
 from fedplat_server.auth.client_directory import ClientDirectory, Offer
+from fedplat_server.coordination.approvals import ApprovalBoards
 from fedplat_server.coordination.availability import AvailabilityTracker
 from fedplat_server.coordination.progress import ProgressTracker
 from fedplat_server.coordination.runner import Runner
@@ -165,19 +167,34 @@ RETRY_SOON = RetryWindow(0.0, 1.0)
 
 
 class Presence:
-    """Notes that a client is there, and free."""
+    """Notes that a client is there, and free, and what its owner has decided."""
 
-    def __init__(self, clients: ClientDirectory, availability: AvailabilityTracker, progress: ProgressTracker) -> None:
+    def __init__(
+        self,
+        clients: ClientDirectory,
+        availability: AvailabilityTracker,
+        progress: ProgressTracker,
+        boards: ApprovalBoards,
+    ) -> None:
+        self._boards = boards
         self._clients = clients
         self._availability = availability
         self._progress = progress
 
-    async def note(self, client: ClientRecord, labels: Mapping[str, str], version: str, offer: Offer) -> ClientRecord:
+    async def note(
+        self,
+        client: ClientRecord,
+        labels: Mapping[str, str],
+        version: str,
+        offer: Offer,
+        approvals: fleet_pb2.OwnerApprovals,
+    ) -> ClientRecord:
         """Store the labels and the software of a client that checks in; return its record as it is now."""
         client = await self._clients.update(client, labels, version)
         self._clients.record_offer(client.client_id, offer)
         self._availability.record(client.client_id, client.population)
         self._progress.drop_overdue(client.client_id)
+        await self._boards.note(client, approvals)
         return client
 
 

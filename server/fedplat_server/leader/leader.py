@@ -251,7 +251,9 @@ def _make_fleet(
     check_ins = CheckIns(
         access=access,
         limits=limits,
-        presence=long_polls.Presence(coordination.clients, parts.records.availability, coordination.progress),
+        presence=long_polls.Presence(
+            coordination.clients, parts.records.availability, coordination.progress, coordination.boards
+        ),
         runner=coordination.runner,
         long_polls=coordination.long_polls,
         messages=AssignmentMessages(
@@ -300,7 +302,9 @@ def _make_fleet(
 def _make_jobs(parts: LeaderParts) -> admin_pb2_grpc.JobsServicer:
     mandate, coordination, files, production = parts.mandate, parts.coordination, parts.files, parts.production
     config, store, jobs, runner = mandate.config, mandate.store, coordination.jobs, coordination.runner
-    view = JobView(jobs, store.jobs, production.halves, coordination.progress, coordination.clients, runner)
+    view = JobView(
+        jobs, store.jobs, production.halves, coordination.progress, coordination.clients, runner, coordination.boards
+    )
     max_bytes, trainers = config.limits.max_job_file_bytes, sorted(config.trainers)
     commands = functools.partial(
         JobsService,

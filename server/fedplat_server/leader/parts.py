@@ -21,6 +21,7 @@ from fedplat_server.aggregation.backend import AggregationBackend
 from fedplat_server.auth import client_directory, rate_limits
 from fedplat_server.config import ServerConfig
 from fedplat_server.coordination import alert_monitor, job_checks, owner
+from fedplat_server.coordination.approvals import ApprovalBoards
 from fedplat_server.coordination.availability import AvailabilityTracker
 from fedplat_server.coordination.long_polls import EventFeed, LongPolls
 from fedplat_server.coordination.progress import Downloads, ProgressTracker
@@ -73,6 +74,7 @@ class Coordination:
     progress: ProgressTracker
     quotas: rate_limits.Quotas
     audit: rate_limits.BoundedAudit
+    boards: ApprovalBoards
     draining: asyncio.Event
     """It is set when the daemon stops."""
 
@@ -157,6 +159,7 @@ async def _make_coordination(mandate: Mandate) -> Coordination:
         progress=ProgressTracker(),
         quotas=rate_limits.Quotas(config.limits, loop.time),
         audit=rate_limits.BoundedAudit(store.audit, config.limits.notes_per_minute, loop.time),
+        boards=ApprovalBoards(runner, store.clients, config.limits.max_text),
         draining=asyncio.Event(),
     )
 

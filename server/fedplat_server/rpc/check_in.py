@@ -120,7 +120,8 @@ class CheckIns:
         trainers = validation.names(request.trainers, "trainer", self.limits)
         evaluators = validation.names(request.evaluators, "evaluator", self.limits)
         version = validation.text(request.software_version, 100)
-        client = await self.presence.note(client, labels, version, Offer(trainers, evaluators))
+        approvals = validation.approvals(request)
+        client = await self.presence.note(client, labels, version, Offer(trainers, evaluators), request.approvals)
         response = fleet_pb2.CheckInResponse(protocol_version=wire.PROTOCOL_VERSION, software_version=__version__)
         if reason := self._refuse_if_draining():
             response.refusal.CopyFrom(convert.refusal(reason, DRAINING))
@@ -136,7 +137,7 @@ class CheckIns:
             algorithms=validation.names(request.algorithms, "algorithm", self.limits),
             features=validation.names(request.features, "feature", self.limits),
             session=client.session_number,
-            approvals=validation.approvals(request),
+            approvals=approvals,
         )
         wait_s = min(validation.wait_s(request.wait_s, self.limits), longest_s)
         command = await wait_for_work(self.runner, self.long_polls, event, wait_s)

@@ -19,6 +19,7 @@ from fedplat.rounds.states import OPEN_PHASES, REASON_TEXTS, AssignmentState, At
 from fedplat.texts import shorten
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server.auth.client_directory import ClientDirectory
+from fedplat_server.coordination.approvals import ApprovalBoards, JobDecisions
 from fedplat_server.coordination.progress import ProgressTracker
 from fedplat_server.coordination.runner import Runner
 from fedplat_server.database import records, sql_assignments, sql_jobs
@@ -43,12 +44,16 @@ class JobView:
     progress: ProgressTracker
     clients: ClientDirectory
     runner: Runner
+    boards: ApprovalBoards
 
     async def show(self, record: records.JobRecord) -> admin_pb2.Job:
         """Return a job with its last attempt, as the database has it."""
         attempt = record.state.attempt
         found = await self.store.find_attempts([attempt.key] if attempt is not None else [])
-        return self.encode(record, next(iter(found.values()), None))
+        shown = self.encode(record, next(iter(found.values()), None))
+        if record.state.spec.needs_approval:
+            shown.approvals.CopyFrom(_show_decisions(await self.boards.list(record.state)))
+        return shown
 
     def encode(self, record: records.JobRecord, last: records.AttemptRecord | None) -> admin_pb2.Job:
         """Encode a job with its last attempt."""
@@ -75,6 +80,22 @@ class JobView:
     def find_wait(self, attempt: Attempt) -> admin_pb2.AttemptWait | None:
         """Return what an open attempt waits for; None if it waits for no client."""
         return find_wait(attempt, self.runner.now, self.clients.last_seen_unix_s)
+
+
+MAX_DECISIONS = 100
+"""Maximum number of clients of each decision that are named."""
+
+
+def _show_decisions(found: JobDecisions) -> admin_pb2.JobApprovals:
+    rejected = list(found.rejected.items())[:MAX_DECISIONS]
+    return admin_pb2.JobApprovals(
+        num_approved=len(found.approved),
+        num_rejected=len(found.rejected),
+        num_silent=len(found.silent),
+        approved=found.approved[:MAX_DECISIONS],
+        rejected=[admin_pb2.JobApprovals.Rejection(client_id=name, text=text) for name, text in rejected],
+        silent=found.silent[:MAX_DECISIONS],
+    )
 
 
 def find_wait(attempt: Attempt, now: float, last_seen_unix_s: Mapping[str, float]) -> admin_pb2.AttemptWait | None:
