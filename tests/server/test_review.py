@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fedplat.config.plugins import BUILTIN
+from fedplat.gossip import steps
 from fedplat.job import digest_job, digest_text, parse_job
+from fedplat.job.terms import calibrate_noise
+from fedplat.secure_aggregation import setup
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
+from fedplat_client._consent import terms
+from fedplat_client._state.approvals import OfferedFile
 from support import daemons
 from support.daemons import Site, digest_of, initial_model
 from support.jobs import job_file
@@ -116,3 +126,54 @@ async def test_a_revoked_client_is_no_longer_counted(site: Site) -> None:
     await site.operator.clients.RevokeClient(admin_pb2.RevokeClientRequest(client_id=two.client_id))
     await one.refusal(approvals=approvals())
     assert (await one.assignment(approvals=approvals(found.digest))).job_id == job
+
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "codec": ("[compression.uplink]\ncodec = 'bf16'\n[config]\nepochs = 2\nrate = 0.5\n", {}),
+    "secure": (
+        "[secure_aggregation]\nconfirm = true\n[updates]\nweighting = 'uniform'\nclip_norm = 1.0\n",
+        {"min_fraction": 1.0},
+    ),
+    "private": (
+        "[secure_aggregation]\n[updates]\nweighting = 'uniform'\nclip_norm = 1.0\n[privacy]\ntrust = 'none'\n"
+        "participation = 'fixed'\nepsilon = 20.0\ndelta = 1e-6\n",
+        {"close": "deadline", "over_selection": 1.0},
+    ),
+    "gossip": ("[mode]\nkind = 'gossip'\n[updates]\nweighting = 'uniform'\n", {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.calm("it compares messages")
+@pytest.mark.parametrize("name", KINDS)
+async def test_what_a_server_assigns_is_the_approved_job(folder: Path, name: str) -> None:
+    """A client derives from the text alone what the server sends: of each kind, with the noise of its epsilon."""
+    more, selection = KINDS[name]
+    async with daemons.running(folder) as site:
+        text = job_file(goal=3, more=more, **selection)
+        if name == "gossip":  # it draws no clients
+            text = re.sub("over_selection = .*\n", "", text)
+        await site.operator.start(text)
+        clients = await site.fleet(3)
+        (found,) = (await clients[0].review()).jobs
+        features = (setup.FEATURE, steps.FEATURE)
+        calls = [client.assignment(features=features, codecs=("bf16",)) for client in clients]
+        for assignment in await asyncio.gather(*calls):
+            job = terms.read_offer(found.digest, OfferedFile(found.job_file, found.initial_digest), BUILTIN)
+            job = dataclasses.replace(job, spec=calibrate_noise(job.spec))
+            assert list(terms.list_differences(job, assignment)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.calm("it compares messages")
+async def test_an_evaluation_that_a_server_assigns_is_of_the_approved_job(folder: Path) -> None:
+    more = "[config]\nepochs = 2\n[evaluation.clients]\nevaluator = 'scores'\ngoal = 1\n"
+    async with daemons.running(folder) as site:
+        await site.operator.start(job_file(goal=1, more=more))
+        client = await site.enroll()
+        (found,) = (await client.review()).jobs
+        job = terms.read_offer(found.digest, OfferedFile(found.job_file, found.initial_digest), BUILTIN)
+        await client.deliver((await client.assignment()).token, daemons.update_of(initial_model(), 1))
+        assignment = await client.assignment(evaluators=("scores",))
+        assert assignment.task == fleet_pb2.TASK_EVALUATE
+        assert list(terms.list_differences(job, assignment)) == []

@@ -64,3 +64,11 @@ def test_a_quorum_is_all_a_part_or_a_number(quorum: Any, total: int, needed: int
 def test_another_quorum_is_refused(quorum: Any) -> None:
     with pytest.raises(JobFileError, match=r"quorum"):
         make_spec(approval={"quorum": quorum})
+
+
+@pytest.mark.slow
+def test_a_simulation_has_no_owners() -> None:
+    from fedplat.simulation.scenario.feasible import check_feasible
+
+    with pytest.raises(JobFileError, match="a simulation has no owners"):
+        check_feasible(make_spec(approval={}), object())  # type: ignore[arg-type]
