@@ -49,13 +49,18 @@ class ReportedMonth(Struct, frozen=True):
 
 
 class ReportedJob(Struct, frozen=True):
-    """A job of the period as its file says; `decision` is the last one of the owner on it, empty without one."""
+    """A job of the period as its file says; `decision` is the last one of the owner on it, empty without one.
+
+    Nothing proves the purpose and the contact that `[approval]` states; they are empty if it does not.
+    """
 
     digest: str
     name: str
     submitter: str
     trainer: str
     kind: str
+    purpose: str
+    contact: str
     guarantee: str
     decision: str
 
@@ -157,12 +162,13 @@ def _list_fields(
 ) -> Iterator[ReportField]:
     yield ReportField("(a)", "name and contact details of the processor, and of its representative", ())
     yield ReportField("(a)", "name and contact details of the data protection officer", ())
-    submitters = tuple(
-        f"job {each.name}: submitted by {each.submitter or 'an unknown operator'}; controller and contact {UNKNOWN}"
-        for each in jobs
+    controllers = tuple(map(_describe_controller, jobs))
+    yield ReportField("(a)", "name and contact details of each controller, and of its representative", controllers)
+    work = (
+        *_list_work(found),
+        *(f"job {each.name}: purpose as stated: {each.purpose}" for each in jobs if each.purpose),
     )
-    yield ReportField("(a)", "name and contact details of each controller, and of its representative", submitters)
-    yield ReportField("(b)", "categories of processing on behalf of each controller", tuple(_list_work(found)))
+    yield ReportField("(b)", "categories of processing on behalf of each controller", work)
     receivers = {each for month in found for each in month.receivers}
     recipients = (f"{site.server} (server of the population {site.population})",) if found else ()
     if receivers:
@@ -172,6 +178,11 @@ def _list_fields(
     yield ReportField(
         "(d)", "technical and organisational security measures", tuple(_list_measures(found, jobs, record))
     )
+
+
+def _describe_controller(job: ReportedJob) -> str:
+    contact = f"contact as stated: {job.contact}; controller" if job.contact else "controller and contact"
+    return f"job {job.name}: submitted by {job.submitter or 'an unknown operator'}; {contact} {UNKNOWN}"
 
 
 def _list_work(found: Sequence[JobMonth]) -> Iterator[str]:

@@ -189,6 +189,9 @@ def test_the_command_prints_the_report(tmp_path: Path) -> None:
     assert digests["masked"] in text
     report = json.loads(call(tmp_path, "report", "--from", "2026-10-01", "--to", "2026-11-30", "--json")[1])
     assert [(each["name"], each["kind"]) for each in report["jobs"]] == [("masked", "sync"), ("approved", "sync")]
+    assert [report["jobs"][1][name] for name in ("purpose", "contact")] == ["a study | <b>IRB</b>", "pi@example.org"]
+    assert "purpose as stated: a study \\| \\<b\\>IRB\\</b\\>" in text
+    assert "job approved: submitted by anna; contact as stated: pi@example.org; controller to be filled in" in text
     assert report["jobs"][1]["decision"] == "approved at 2026-11-01T09:00:00"
     assert call(tmp_path / "new", "report")[1].count("Nothing has left the client.") == 1
 

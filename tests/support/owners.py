@@ -53,8 +53,9 @@ def offer(client: Client, text: str, submitter: str = "anna", job_id: str = "j-1
     return digest
 
 
-def plain_job(name: str = "digits", rounds: int = 3, epochs: int = 2, note: str = "x") -> str:
-    return PLAIN_JOB.format(name=name, rounds=rounds, epochs=epochs, note=note)
+def plain_job(name: str = "digits", rounds: int = 3, epochs: int = 2, note: str = "x", purpose: str = "") -> str:
+    text = PLAIN_JOB.format(name=name, rounds=rounds, epochs=epochs, note=note)
+    return f"{text}[approval]\npurpose = '''{purpose}'''\ncontact = 'pi@example.org'\n" if purpose else text
 
 
 def masked_job(name: str = "masked", rounds: int = 3) -> str:
@@ -88,11 +89,11 @@ def fill(folder: Path) -> tuple[Client, dict[str, str]]:
     client = open_owner(folder)
     note = HOSTILE.replace("\x1b", "").replace("\u202e", "").replace("'", "")
     digests = {
-        "approved": offer(client, plain_job("approved"), job_id="j-approved"),
+        "approved": offer(client, plain_job("approved", purpose="a study | <b>IRB</b>"), job_id="j-approved"),
         "masked": offer(client, masked_job(), job_id="j-masked"),
         "experiment": offer(client, plain_job("experiment")),
         "rejected": offer(client, plain_job("rejected", epochs=7)),
-        "waiting": offer(client, plain_job("waiting", rounds=40, epochs=9, note=note), submitter=HOSTILE),
+        "waiting": offer(client, plain_job("waiting", rounds=40, epochs=9, note=note, purpose=note), submitter=HOSTILE),
     }
     files = client.open_owner_files()
     files.policy.path.write_text(POLICY)

@@ -155,6 +155,8 @@ def _report(found: ReviewedOffer, job: OfferedJob) -> ReportedJob:
         name=spec.name,
         submitter=job.offer.submitter,
         trainer=spec.trainer,
+        purpose=spec.approval.purpose if spec.approval is not None else "",
+        contact=spec.approval.contact if spec.approval is not None else "",
         kind="flower" if spec.flower is not None else name_of(spec.mode),
         guarantee=find_fact(job, "guarantee"),
         decision=f"{decision.verdict} at {decision.at[:19]}" if decision is not None else "",

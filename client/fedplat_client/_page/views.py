@@ -26,7 +26,7 @@ PAGE_SIZE = 50
 MAX_MONTHS = 200
 """Rows of the table by month and job."""
 _DIGEST = re.compile("[0-9a-f]{64}")
-_SHORT = ("what leaves", "who sees it", "how often", "guarantee")
+_SHORT = ("purpose, as stated", "what leaves", "who sees it", "how often", "guarantee")
 """What a list says of a job."""
 
 
