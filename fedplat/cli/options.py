@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final, Literal
 
-import click
 import typer
 
 from fedplat.admin.patience import DEFAULT_TIMEOUT_S
@@ -14,12 +13,11 @@ ServerOption = Annotated[
     str | None,
     typer.Option("--server", metavar="HOST:PORT", help="Server to use. Default: FEDPLAT_SERVER, then the profile's."),
 ]
-AUTO = "auto"
+AUTO: Final = "auto"
 TransportOption = Annotated[
-    str,
+    Literal["auto", "grpc", "http"],
     typer.Option(
         "--transport",
-        click_type=click.Choice((AUTO, "grpc", "http")),
         envvar="FEDPLAT_TRANSPORT",
         help="What the server speaks at its address: gRPC, or HTTP/1.1 (its --http-listen, with --http-operators). "
         "auto is the profile's choice, gRPC by default.",
