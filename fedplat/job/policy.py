@@ -159,10 +159,15 @@ def decide(policy: OwnerPolicy, spec: JobSpec, digest: str, now: datetime.dateti
     return PolicyDecision(policy.unknown, "unknown", tuple(findings))
 
 
-def _list_other_jobs(rule: DenyRule, spec: JobSpec, digest: str) -> Iterator[str]:
+def kind_of(spec: JobSpec) -> str:
+    """Return the kind of a job, as rules name it (`JobKind`)."""
     tables = {"flower": spec.flower, "procedure": spec.procedure}
-    kind = next((name for name, table in tables.items() if table is not None), name_of(spec.mode))
-    found = {"digest": digest, "name": spec.name, "population": spec.population, "trainer": spec.trainer, "kind": kind}
+    return next((name for name, table in tables.items() if table is not None), name_of(spec.mode))
+
+
+def _list_other_jobs(rule: DenyRule, spec: JobSpec, digest: str) -> Iterator[str]:
+    named = {"name": spec.name, "population": spec.population, "trainer": spec.trainer}
+    found = {"digest": digest, **named, "kind": kind_of(spec)}
     for key, value in found.items():
         if (expected := getattr(rule, key)) and value not in expected:
             yield f"{key}: the job has {value}"

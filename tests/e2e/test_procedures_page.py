@@ -23,28 +23,40 @@ def test_its_five_sites_have_the_numbers_of_the_pooled_table(tmp_path: Path) -> 
     for block in blocks:
         if block.marker.startswith("file: "):
             (tmp_path / block.marker.removeprefix("file: ")).write_text(block.text)
-    server, operator, released = (block.text for block in blocks if block.language == "bash")
+    server, sites, result, released = (block.text for block in blocks if block.language == "bash" and not block.marker)
+    (decide,) = (block.text for block in blocks if block.marker.startswith("not run: the digest"))
     home = {"HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path / "config")}
     environment = {**os.environ, **home, "OMP_NUM_THREADS": "1", "PATH": f"{processes.BIN}:/usr/bin:/bin"}
 
     def bash(script: str) -> str:
-        script = f"set -e\ntrap 'kill $(jobs -p) || true' EXIT\n{script}"
-        done = subprocess.run(
-            ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-        )
+        command = ["bash", "-ec", script]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr + done.stdout
         return done.stdout
 
-    variables = [f"{name}={environment[name]}" for name in ("PATH", *home)]
-    command = ["env", "-C", str(tmp_path), *variables, *server.split()]
-    command += ["--listen", f"127.0.0.1:{processes.free_port()}", "--dashboard="]
+    within = ["env", "-C", str(tmp_path), *(f"{name}={environment[name]}" for name in ("PATH", *home))]
+    command = [*within, *server.split(), "--listen", f"127.0.0.1:{processes.free_port()}", "--dashboard="]
     with processes.processes([command], tmp_path / "server.log"):
         processes.until((tmp_path / "fedplat-data" / "demo.ticket").exists, "the ticket")
         with AdminClient(profile.load(tmp_path / "config/fedplat/profile.toml")) as admin:
             admin.wait_until_ready(processes.PATIENCE_S)
-            printed = bash(operator)
+            script = f"set -e\ntrap 'kill $(jobs -p) || true' EXIT\n{sites}\nwait"
+            with processes.processes([[*within, "bash", "-c", script]], tmp_path / "sites.log"):
+                processes.until(
+                    lambda: bool(admin.list_jobs()) and len(admin.list_clients()) == len(SITES), "the sites"
+                )
+                digest = json.loads(bash("fedplat job check job.toml --json"))["digest"]
+                review, approve = decide.splitlines()
+                short = approve.split()[2]
+                assert digest.startswith(short)
+                assert admin.show_job("age-and-crp").round == 0
+                for site in SITES:  # with the whole digest, the site need not have been offered the job
+                    bash(approve.replace(short, digest).replace("north", site))
+                printed = bash(result)
+                assert "sums: the sum of the values, for each column" in bash(review)
             assert json.loads(admin.result("age-and-crp").to_json()) == json.loads(printed.splitlines()[-1])
-    assert "rows: how many rows have a value, for each column; 2 numbers from -1e+06 to 1e+06, once" in printed
+    shown = (tmp_path / "sites.log").read_text()
+    assert "rows: how many rows have a value, for each column; 2 numbers from -1e+06 to 1e+06, once" in shown
     found = json.loads(printed.splitlines()[-1])
     assert (found["sites"], found["steps"]) == (5, 1)
     pooled = pd.concat([pd.read_csv(tmp_path / f"{site}.csv") for site in SITES])

@@ -8,8 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from fedplat import errors
-from fedplat.config.plugins import name_of
-from fedplat.job import terms
+from fedplat.job import policy, terms
 from fedplat_client import activity_report
 from fedplat_client._consent.owner import OwnerFiles, Standing, Uses
 from fedplat_client._consent.terms import OfferedJob
@@ -157,7 +156,7 @@ def _report(found: ReviewedOffer, job: OfferedJob) -> ReportedJob:
         trainer=spec.trainer,
         purpose=spec.approval.purpose if spec.approval is not None else "",
         contact=spec.approval.contact if spec.approval is not None else "",
-        kind="flower" if spec.flower is not None else name_of(spec.mode),
+        kind=policy.kind_of(spec),
         guarantee=find_fact(job, "guarantee"),
         decision=f"{decision.verdict} at {decision.at[:19]}" if decision is not None else "",
     )
