@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedplat import wire
+from fedplat.secure_aggregation.setup import FEATURE
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.messages.streams import MemoryBudget
 from fedplat_server.rpc import check_in, fleet
@@ -15,6 +16,7 @@ from support import daemons
 from support.daemons import RawClient, Site, digest_of, initial_model, reason_name, update_of
 from support.jobs import job_file
 from support.raw_client import again
+from support.secure_clients import secure_job
 
 pytestmark = pytest.mark.calm("an assignment that is made while the store fails comes with the next check-in")
 UPDATE = update_of(initial_model(), 1).to_bytes()
@@ -42,6 +44,14 @@ async def test_the_next_assignment_comes_with_the_receipt(site: Site) -> None:
     assert (response.next.job_id, response.next.round) == (job, 2)
     assert (await client.report_inline(response.next.token, UPDATE)).HasField("receipt")
     await site.operator.until(job, "job", "COMPLETED")
+
+
+async def test_no_report_waits_whose_client_has_to_unmask_a_sum(site: Site) -> None:
+    """The other clients would wait for it in each round."""
+    await site.operator.start(secure_job(goal=3))
+    clients = await site.fleet(3)
+    found = await asyncio.gather(*(client.assignment(features=(FEATURE,)) for client in clients))
+    assert [each.check_in_with_report for each in found] == [False] * 3
 
 
 async def test_a_report_that_waits_is_answered_soon_and_its_client_is_free(

@@ -14,6 +14,7 @@ from typing_extensions import override
 from fedplat import rounds, wire
 from fedplat.rounds import AssignmentId, JobState, ModelVersion, commands, events, states
 from fedplat.rounds.privacy_rules import disclosure_of
+from fedplat.rounds.protocols.base import protocol_of
 from fedplat.wire import digests
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc
 from fedplat_server import __version__, config, errors, logs
@@ -72,7 +73,8 @@ class AssignmentMessages:
             delta=None if model_bytes else convert.model_delta(model, spec),
             traceparent=ids.traceparent(assignment, spec.num_wanted) if self._is_tracing else "",
             digest_last=True,
-            check_in_with_report=True,
+            # Clients that mask have to help to unmask the sum after their reports, which are answered at once.
+            check_in_with_report=not protocol_of(job, command.kind).has_masks,
             blake3=digests.has_blake3(),
             num_rounds=spec.rounds,
             max_downloads=self._max_downloads,
