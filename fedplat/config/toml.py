@@ -234,11 +234,15 @@ def _tables_of(options: Sequence[Any]) -> Kind | list[type[Struct]] | None:
 def _mistakes_of_keys(raw: Mapping[str, Any], record: type[Struct], prefix: str) -> Iterator[str]:
     known = {field.encode_name for field in struct_fields(record)}
     tag = record.__struct_config__.tag_field
+    all_keys = f"; known keys: {', '.join(sorted(known)) or 'none'}"
     for key, value in raw.items():
         if key not in known and key != tag:
-            yield f"{prefix}{shown_key(key)} = {format_value(value)}: there is no such key" + (
-                suggest(key, known) or f"; known keys: {', '.join(sorted(known)) or 'none'}"
-            )
+            text = f"{prefix}{shown_key(key)} = {format_value(value)}: there is no such key"
+            if hint := suggest(key, known):
+                yield text + hint
+            else:
+                yield text + all_keys
+                all_keys = ""  # once in a table
 
 
 def _tables_in(annotation: Any) -> Any:

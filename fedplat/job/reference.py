@@ -91,8 +91,8 @@ def _sections(job: types.StructType) -> Iterator[str]:
         path, records = waiting.pop(0)
         kinds = frozenset(record.cls for record in records)
         if kinds in paths:
-            # Markdown generates an anchor without the dots of the heading.
-            yield f"## `[{path}]`\n\nThe keys are those of [`[{paths[kinds]}]`](#{paths[kinds].replace('.', '')})."
+            anchor = paths[kinds].replace(".", "").lower()  # as Markdown makes it of the heading
+            yield f"## `[{path}]`\n\nThe keys are those of [`[{paths[kinds]}]`](#{anchor})."
             continue
         paths[kinds] = path
         yield _union(path, records) if records[0].tag_field else _record(path, records[0])
