@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy.typing as npt
 
 from fedplat.model import Parameters
-from fedplat.procedures import ColumnFrame, Procedure, SiteTable
+from fedplat.procedures import Procedure, SiteTable
+from fedplat.tables.dictionary import Columns
+from fedplat.tables.files import Frame
 from fedplat_client.task import Task
 
 
@@ -17,17 +19,19 @@ class TableTrainer:
 
     ```python
     client = Client.from_ticket()
-    client.add_trainer("patients", TableTrainer(pd.read_csv("patients.csv")))
+    client.add_trainer("patients", TableTrainer("patients.csv", "columns.toml"))
     client.run()
     ```
 
     Args:
-        frame: a data frame of pandas or polars, a table of pyarrow, a dictionary of lists, or a whole `SiteTable`.
-        options: further options of the `SiteTable` that is made of a frame.
+        frame: a data frame of pandas or polars, a table of pyarrow, a dictionary of lists, the path of a file, or a
+            whole `SiteTable`.
+        columns: the dictionary of the columns, or the path of its file; by default a procedure may read all columns.
+        person: the column that names the persons; by default that of the dictionary.
     """
 
-    def __init__(self, frame: ColumnFrame | SiteTable, **options: Any) -> None:
-        self.table = frame if isinstance(frame, SiteTable) else SiteTable(frame, **options)
+    def __init__(self, frame: Frame | SiteTable, columns: Columns | None = None, person: str | None = None) -> None:
+        self.table = frame if isinstance(frame, SiteTable) else SiteTable(frame, columns, person)
 
     def answer(self, procedure: Procedure, message: Parameters) -> Mapping[str, npt.ArrayLike]:
         """Return the reply to a message of a procedure. Raises `ProcedureError` for data that does not fit it."""
