@@ -91,7 +91,8 @@ def digest_of(model: Parameters) -> str:
 def submit(cli: releases.Release, profile: Path, server: str, job: Path) -> list[dict[str, Any]]:
     """Submit a job with the command of a version, and follow it to its end; its model versions."""
     options = ["--profile", str(profile), "--server", server]
-    cli.run("fedplat", *options, "job", "submit", str(job), "--follow")
+    cli.run("fedplat", *options, "job", "submit", str(job))
+    cli.run("fedplat", *options, "job", "watch", job.stem)  # releases name the option of submit differently
     return json.loads(cli.run("fedplat", *options, "model", "list", job.stem, "--json"))
 
 
