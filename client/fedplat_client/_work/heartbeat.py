@@ -143,7 +143,7 @@ class CheckInResult:
 
     @property
     def outcome(self) -> task.TaskOutcome:
-        """What became of the assignment."""
+        """The outcome of the assignment, for who runs the client."""
         if self.left:
             return task.TaskOutcome.LEFT
         return task.TaskOutcome.FAILED if self.failed else task.TaskOutcome.DONE
