@@ -71,6 +71,8 @@ def sample(option: click.Option) -> Any:
     if option.type.name.startswith("float"):
         return 0.75
     words = {"log-level": "ERROR", "cache-limit": "3GiB"}
+    if isinstance(option.type, click.Path) and option.type.exists:
+        return __file__
     return words.get(settings.name_of(option), "15" if option.metavar == "DURATION" else "a-b")
 
 
