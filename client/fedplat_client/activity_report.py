@@ -126,15 +126,12 @@ def parse_day(text: str) -> datetime.date:
 
 def describe_check(found: released.Verification) -> str:
     """Return the result of the check of a record as a sentence."""
-    count = texts.format_count(found.num_lines, "line")
     if found.wrong:
         return (
             f"Line {found.wrong:,} of the record is not as it was written, or lines before it were removed; the lines "
             f"up to {found.wrong - 1:,} are unchanged."
         )
-    head = f"; the last hash is {found.head}" if found.num_lines else ""
-    cut = " One more was cut: by a crash, before its content was sent, or since." if found.is_cut else ""
-    return f"The record has {count}, unchanged and in their order{head}.{cut}"
+    return f"The record has {found.describe_unchanged()}."
 
 
 def _report_month(found: JobMonth) -> ReportedMonth:

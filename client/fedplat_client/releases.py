@@ -62,10 +62,7 @@ def verify(path: Path) -> None:
             f"line {found.wrong} of {path} is not as it was written, or lines before it were removed; the lines up to "
             f"{found.wrong - 1} are unchanged"
         )
-    count = texts.format_count(found.num_lines, "line")
-    head = f"; the last hash is {found.head}" if found.num_lines else ""
-    cut = ". One more was cut: by a crash, before its content was sent, or since" if found.is_cut else ""
-    click.echo(f"{count}, unchanged and in their order{head}{cut}")
+    click.echo(found.describe_unchanged())
 
 
 def _list_values(release: ReleasedLine) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ from fedplat.errors import SecureAggregationError
 from fedplat.job import secure
 from fedplat.job.privacy import calibrate
 from fedplat.job.spec import JobSpec
+from fedplat.procedures import Procedure
 from fedplat.secure_aggregation.setup import AnySetup, ExactEncoding, ExactSetup, Setup
 
 
@@ -87,33 +88,43 @@ class JobFact(NamedTuple):
 
 def describe(spec: JobSpec) -> list[JobFact]:
     """Return in words what leaves a client, who sees it, how often, under which guarantee, and what may go wrong."""
-    leaves = [*_list_contents(spec), *_list_metrics(spec)]
     asked = [] if spec.approval is None else [JobFact("purpose, as stated", [spec.approval.purpose or "none"])]
     asked += [] if spec.approval is None else [JobFact("contact", [spec.approval.contact or "none"])]
+    work = _describe_training(spec) if spec.procedure is None else _describe_procedure(spec, spec.procedure)
     return [
         *asked,
-        JobFact("what runs", [_describe_program(spec)]),
-        JobFact("what leaves", leaves),
+        JobFact("what runs", [work.program]),
+        JobFact("what leaves", work.contents),
         JobFact("how often", [_describe_rounds(spec)]),
-        JobFact("who sees it", [_describe_receiver(spec)]),
+        JobFact("who sees it", [_describe_receiver(spec, work.unit)]),
         JobFact("guarantee", [_describe_guarantee(spec)]),
-        JobFact("what may go wrong", [*_list_threats(spec)]),
+        JobFact("what may go wrong", work.threats),
     ]
 
 
-def _describe_program(spec: JobSpec) -> str:
-    if spec.procedure is not None:
-        return f"the procedure {name_of(spec.procedure)} of this client's own program, on its table {spec.trainer}"
-    return f"the trainer {spec.trainer} of this client, with the settings of [config]"
+class _Work(NamedTuple):
+    """What clients do for jobs of a kind, in words; `unit` is what they send at once."""
+
+    program: str
+    contents: Sequence[str]
+    unit: str
+    threats: Sequence[str]
+
+
+def _describe_training(spec: JobSpec) -> _Work:
+    program = f"the trainer {spec.trainer} of this client, with the settings of [config]"
+    return _Work(program, [*_list_contents(spec), *_list_metrics(spec)], "update", [*_list_threats(spec)])
+
+
+def _describe_procedure(spec: JobSpec, procedure: Procedure) -> _Work:
+    program = f"the procedure {name_of(procedure)} of this client's own program, on its table {spec.trainer}"
+    contents = ["what the procedure declares, which this client cannot show without its plugin"]
+    if not has_absent(spec):
+        contents = [*map(str, procedure.disclosures())]
+    return _Work(program, contents, "reply", [*_list_threats_of_sums(spec)])
 
 
 def _list_contents(spec: JobSpec) -> Iterator[str]:
-    if spec.procedure is not None:
-        if has_absent(spec):
-            yield "what the procedure declares, which this client cannot show without its plugin"
-        else:
-            yield from map(str, spec.procedure.disclosures())
-        return
     if spec.flower is not None:
         size = texts.size(spec.flower.max_reply_bytes(0))
         yield f"what the Flower app {spec.flower.app} on this client replies: any content, at least {size} a reply"
@@ -128,8 +139,6 @@ def _list_contents(spec: JobSpec) -> Iterator[str]:
 
 
 def _list_metrics(spec: JobSpec) -> Iterator[str]:
-    if spec.procedure is not None:
-        return
     yield "the metrics that the trainer returns, such as its loss"
     if (clients := spec.evaluation.clients) is not None:
         yield f"the metrics of the evaluator {clients.evaluator} on this client's data, plain, without noise"
@@ -144,12 +153,11 @@ def _describe_rounds(spec: JobSpec) -> str:
     return text
 
 
-def _describe_receiver(spec: JobSpec) -> str:
+def _describe_receiver(spec: JobSpec, unit: str) -> str:
     if spec.gossip is not None:
         return "other clients of the job; the server sees sizes and digests"
     if spec.secure_aggregation is None:
-        content = "update" if spec.procedure is None else "reply"
-        return f"the server, and with it its operator, each {content} by itself"
+        return f"the server, and with it its operator, each {unit} by itself"
     least = secure.group_minimum(spec)
     return f"the server, only as a sum over at least {least} clients, as long as it does not collude with most of them"
 
@@ -164,9 +172,6 @@ def _describe_guarantee(spec: JobSpec) -> str:
 
 
 def _list_threats(spec: JobSpec) -> Iterator[str]:
-    if spec.procedure is not None:
-        yield from _list_threats_of_sums(spec)
-        return
     if spec.flower is not None:
         yield "the code of the app decides what it replies; nothing checks it here"
     if spec.gossip is not None:

@@ -24,7 +24,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from fedplat import durable, system
+from fedplat import durable, system, texts
 from fedplat_client._state import model_cache
 
 ReleasedContent = Literal["update", "digest", "metrics", "announcement", "model", "ring", "failure", "decision"]
@@ -196,6 +196,12 @@ class Verification:
     head: str
     wrong: int = 0
     is_cut: bool = False
+
+    def describe_unchanged(self) -> str:
+        """Return what is as it was written, in words without a period."""
+        head = f"; the last hash is {self.head}" if self.num_lines else ""
+        cut = ". One more was cut: by a crash, before its content was sent, or since" if self.is_cut else ""
+        return f"{texts.format_count(self.num_lines, 'line')}, unchanged and in their order{head}{cut}"
 
 
 def verify(path: Path) -> Verification:
